@@ -45,8 +45,8 @@ _COMPARED = {
     "data": ("document_mask",),
     "offload": ("mode", "device_memory", "host_memory", "host_share", "disk_share", "order"),
 }
-"""Keys of the settings outside the section `[model]` that determine memory and step time. All
-settings of `[model]` do, too."""
+"""Settings outside the section `[model]` that determine memory and step time: a dict from sections
+to keys. All settings of `[model]` also determine memory and step time."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -161,9 +161,10 @@ def compare(config: Config, run_dir: str, machine: str | None) -> dict[str, Any]
           lacks the memory of the process, of libraries and of offloaded states. With offload.mode =
           "auto", the list has only the entry of the first rank, whose placement is in fit.json.
         - `step`: `measured_s`, the median time of `updates` updates; `low_s` and `high_s`, the 10th
-          and the 90th percentile of these times; `machine`, the name of the machine (of its device
-          if `machine` is the path of a file); `predicted_s`, the predicted seconds, or None; and
-          `no_prediction`, the reason if `predicted_s` is None.
+          and the 90th percentile of these times; `predicted_s`, the predicted seconds, or None;
+          `no_prediction`, the reason if `predicted_s` is None; and `machine`, the name of the
+          machine. If the path of a machine file is given instead of a name, `machine` is the name
+          of the device in this file.
 
     Raises:
         ConfigError: The directory has no run, the run has another configuration, or the metrics of

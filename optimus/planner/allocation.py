@@ -64,8 +64,8 @@ def allocate(machine: str | None, nodes: int | None, hosts: str | None) -> Alloc
 
 def read_hosts(path: str) -> tuple[str, ...]:
     """Return the host names in a file with a name in each line, such as the file of PBS_NODEFILE.
-    Consecutive lines with the same name, such as a line for each rank of a host, give this name
-    once.
+    If consecutive lines have the same name, for example a line for each rank of a host, the result
+    has this name once.
 
     Raises:
         ConfigError: The file cannot be read or has no host; two lines of a host have another host

@@ -85,7 +85,7 @@ def links_of(levels: Sequence[Level]) -> Links:
 @lru_cache(maxsize=256)
 def _links_for(operation: str, links: Links) -> Links:
     """Return the links for one operation: `rate` is the rate of this operation, and `messages` has
-    only its measured steps."""
+    only the measured steps of this operation."""
     return tuple(
         link._replace(
             rate=dict(link.rates).get(operation, link.rate),
@@ -117,10 +117,9 @@ class GroupPath(NamedTuple):
     """Largest number of domains of the previous level that have ranks of the group and are in the
     same domain of this level."""
     per_domain: float
-    """For a domain of the previous level: the number of ranks of the group in the domain, divided
-    by the number of these ranks that send to another domain in a ring. The field has the smallest
-    quotient of all domains. If the ranks of each domain are consecutive in the ring, one rank of
-    each domain sends to another domain."""
+    """Minimum of a / b over the domains of the previous level that have ranks of the group. Here, a
+    is the number of these ranks in a domain, and b is the number of these ranks that send to
+    another domain in a ring. If the ranks of each domain are consecutive in the ring, b is 1."""
 
 
 @lru_cache(maxsize=4096)
@@ -147,9 +146,10 @@ def paths_of(ranks: tuple[int, ...], links: Links) -> tuple[GroupPath, ...]:
 def _levels_of(
     ranks: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, int, float], ...] | None:
-    """Return the index of each level that a group crosses, and `domains` and `per_domain` of its
-    `GroupPath`; None if a domain of the last level does not hold all ranks. `sizes` has, for each
-    level, the number of ranks in a domain; 0 means all ranks."""
+    """Return a tuple for each level that a group crosses: the index of the level, and the fields
+    `domains` and `per_domain` of the `GroupPath`. Return None if a domain of the last level does
+    not hold all ranks. `sizes` has, for each level, the number of ranks in a domain; 0 means all
+    ranks."""
     levels, size = [], 1
     for level, outer_size in enumerate(sizes):
         outer: dict[int, dict[int, int]] = {}
@@ -172,10 +172,9 @@ def _levels_of(
 def loads_of(
     operation: str, ranks: tuple[int, ...], links: Links, algorithm: Algorithm = "ring"
 ) -> tuple[float, ...]:
-    """Return, for each level, the share of the time of a large collective in which the collective
-    uses the links of the level. The share is the time that the collective would take if only the
-    rate of this level limited it, divided by the actual time. The arguments are those of
-    `collective_s`."""
+    """Return, for each level, the share of the time for which a large collective uses the links of
+    the level. The share is t / s, where t is the time of the collective if only the rate of this
+    level limits it, and s is the actual time. The arguments are those of `collective_s`."""
 
     def seconds(limiting: int | None) -> float:
         # Measured steps are removed, because an unlimited rate would not change their times.

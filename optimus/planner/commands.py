@@ -167,8 +167,8 @@ def write_hosts(config: Config, mesh: dict[str, int], allocation: Allocation, pa
 
 @contextlib.contextmanager
 def _output(option: str, path: str) -> Iterator[None]:
-    """Convert an OSError in the `with` block to a ConfigError. The block writes the file or
-    directory `path`, the value of `option`."""
+    """Convert an OSError in the `with` block to a ConfigError. `path` is the value of `option`: the
+    file or directory that the block writes."""
     try:
         yield
     except OSError as error:
@@ -205,8 +205,8 @@ def find_misfit(
 
     - `changes`: the settings that differ from the configuration;
     - `nodes`: the number of nodes if the command needs the option --nodes; otherwise None;
-    - `bytes`: the predicted bytes of the fullest rank, with offloading those of a placement that
-      fits;
+    - `bytes`: the predicted bytes of the fullest rank. With offloading, they are the bytes of a
+      placement that fits;
     - `command`: the command that plans the layout, quoted for a shell.
 
     Args:

@@ -101,8 +101,8 @@ class RunLoads:
 
 def loads_for_plan(run_dir: str, config: Config) -> RunLoads:
     """Return the expert loads of the run directory that `--load` names. This function does not
-    import torch, so that a wrong directory is refused immediately. Raises ConfigError as
-    `RunLoads`, or if the loads would have no effect on a plan of `config`."""
+    import torch, so that a wrong directory is refused immediately. Raises ConfigError for the
+    reasons of `RunLoads`, and if the loads would have no effect on a plan of `config`."""
     refuse_if(not config.train.seq_len, f"--load {run_dir} needs train.seq_len; set it")
     refuse_if(
         config.offload.mode == "auto",

@@ -105,10 +105,10 @@ def least_bytes(config: Config, mesh: Mesh, num_microbatches: int, kind: str) ->
     The bound is the sum of
 
     - the exact bytes of the model states that are allocated between steps (`StateSizes`), without
-      the gathered parameters of optim.resident = "cache". With offloading and `kind` = "host", only
-      the parameters are counted and, if offload.disk is not set, the masters and moments. With
-      offload.mode = "auto" and `kind` = "device", no states are counted, because a placement can
-      have all states on the host;
+      the gathered parameters of optim.resident = "cache". Offloading has two exceptions. If `kind`
+      is "host", only parameters, masters and moments are counted; with offload.disk, only
+      parameters. If `kind` is "device" and offload.mode is "auto", no states are counted, because a
+      placement can have all states on the host;
     - the bytes of the inputs of all layers, for the largest number of microbatches that are in
       progress at the same time. Backward needs the input of each layer even if all other
       activations are recomputed. With optim.frozen, the inputs are left out, because layers before

@@ -114,7 +114,7 @@ _KEYS = (
 
 
 def override(value: Any) -> str:
-    """Return the text for a value of a layout after the `=` of an override `section.key=value`."""
+    """Return a value of a layout as the text after `=` in an override `section.key=value`."""
     if isinstance(value, tuple):
         return "[" + ",".join(f'"{name}"' for name in value) + "]"
     return str(value)
@@ -185,8 +185,8 @@ def space_of(config: Config, world_size: int) -> Space:
 
 
 class LayoutChecks:
-    """Checks of the layouts of a run. Each check runs once for all layouts that have equal values
-    of the settings which the check reads.
+    """Checks of the layouts of a run. A check reads only some settings of a layout. If several
+    layouts have equal values of these settings, the check runs once for all of them.
 
     Args:
         config: The configuration, with the settings that layouts do not set.

@@ -44,8 +44,8 @@ _Run = tuple[Config, Mesh, Machine, str]
 
 
 class RankKind(NamedTuple):
-    """Pipeline ranks at the same position (first, middle or last) with the same kinds of layers. A
-    plan shows only that rank of each kind that needs the most memory."""
+    """Pipeline ranks at the same position (first, middle or last) with the same kinds of layers.
+    For each kind of rank, a plan shows only the rank that needs the most memory."""
 
     stage: str
     """Position: "first", "middle" or "last"; "only" if there is a single pipeline rank."""
@@ -222,14 +222,15 @@ def plan_on_machine(
           has `no_step`, the reason, instead.
         - `better_step_s`: the seconds of a step in the order `better` of the hosts; only with
           `better` and `step`, and not with offload.mode = "auto".
-        - `kinds`: an entry for each kind of rank, with `stage`, `layers` and `pp` as in `RankKind`,
-          and the bytes on the device of the rank of this kind that needs the most memory: `states`;
-          `gathered`, for gathered parameters; `activations` of all microbatches in progress;
-          `temporary`, for temporary tensors and communication; and the sum `total`.
-        - `mismatch`: phrases that name each difference between the conditions under which the
-          values of the machine file were measured and the conditions of a run on this machine.
-          Empty if the file does not record the conditions, or if this machine, such as a login
-          node, has no accelerator but the file describes an accelerator.
+        - `kinds`: an entry for each kind of rank, with `stage`, `layers` and `pp` as in `RankKind`.
+          The other values of the entry are bytes on the device, for the rank of this kind that
+          needs the most memory: `states`; `gathered`, for gathered parameters; `activations` of all
+          microbatches in progress; `temporary`, for temporary tensors and communication; and the
+          sum `total`.
+        - `mismatch`: list of phrases. Each phrase names a difference between the conditions of the
+          measurement for the machine file and the conditions of a run on this machine. Empty if the
+          file does not record its conditions. Also empty if the file describes an accelerator but
+          this machine has no accelerator, for example on a login node.
         - `needed`: the largest `total`. `device_bytes`: the memory of the device in bytes, or None
           if the machine's file does not have it. With offload.device_memory, `device_bytes` is this
           limit, and `limited_by` is "offload.device_memory".
@@ -237,15 +238,16 @@ def plan_on_machine(
           that the experts of an ep rank compute, divided by the mean over the ep ranks. `largest`:
           the largest imbalance, the same in all layers, with which the ranks fit on the device;
           None if the ranks do not fit even with equal loads, or if the memory of the device is
-          unknown. `limit`: the largest possible imbalance, that of an ep rank whose experts all
-          tokens choose. `step_s`: the seconds of a step with the imbalance `largest`, or None if
-          `step` is missing; only if `largest` is not None.
+          unknown. `limit`: the largest possible imbalance. It occurs if all tokens choose experts
+          of the same ep rank. `step_s`: only if `largest` is not None. The seconds of a step with
+          the imbalance `largest`; None if `step` is missing.
         - `load`: only with `loads`. `run`, the run directory; `steps`, the number of steps with
-          loads; and `median` and `worst`, two steps of the run. Each of them has the number `step`
-          of the step; `imbalance`, the largest imbalance of an ep rank in any layer, and its
-          `layer`; `mean_imbalance`, the mean over the layers of the largest imbalance in the layer;
-          `kinds` and `needed` with this load; and, if the time of a step can be predicted,
-          `step_plan`, the result of `plan_step` with this load.
+          loads; and `median` and `worst`, two steps of the run. Each of these two has `step`, the
+          number of the step; `imbalance`, the largest imbalance of an ep rank in any layer;
+          `layer`, the layer with this imbalance; `mean_imbalance`, the mean over the layers of the
+          largest imbalance in the layer; and `kinds` and `needed` with this load. If the time of a
+          step can be predicted, each also has `step_plan`, the result of `plan_step` with this
+          load.
         - `reserve`: only with offloading. The bytes of the device memory that a placement leaves
           unused (`reserve_of`); 0 on a CPU.
         - `placements`: only with offloading. The placements of the first and the last pipeline rank
@@ -259,8 +261,8 @@ def plan_on_machine(
           given placement needs.
 
     Raises:
-        ConfigError: There is no machine `name`, the global batch cannot be divided over the data
-            ranks, or as `decide_placements` or `check_limits`.
+        ConfigError: There is no machine `name`; the global batch cannot be divided over the data
+            ranks; or for the reasons of `decide_placements` or `check_limits`.
     """
     train, machine = config.train, load_machine(name)
     microbatches = mesh.pp
@@ -330,8 +332,8 @@ def _load(
 def needed_bytes(
     config: Config, mesh: Mesh, num_microbatches: int, machine: Machine, profiled: Profiled
 ) -> int:
-    """Return `needed` of `plan_on_machine`, in bytes, for a run with another offload.mode than
-    "auto". `profiled` has profiles that are already known, such as those of `nearest_fitting`."""
+    """Return `needed` of `plan_on_machine`, in bytes, for a run whose offload.mode is not "auto".
+    `profiled` has profiles that are already known, such as those of `nearest_fitting`."""
     kinds = _Memory(config, mesh, num_microbatches, machine, profiled).kinds()
     return max(kind["total"] for kind in kinds)
 
@@ -529,9 +531,9 @@ def _load_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     for key in keys:
         load = result["load"][key]
         text = (
-            f"{load['imbalance']:.2f} times an equal share of the tokens on an ep rank's experts "
-            f"in layer {load['layer']}, {load['mean_imbalance']:.2f} in the mean over layers; "
-            f"memory {load['needed'] / _GIB:,.2f} GiB"
+            f"in layer {load['layer']}, the experts of an ep rank have {load['imbalance']:.2f} "
+            f"times an equal share of the tokens (mean of all layers: {load['mean_imbalance']:.2f})"
+            f"; memory {load['needed'] / _GIB:,.2f} GiB"
         )
         device = result["device_bytes"]
         if device is not None and load["needed"] > device:

@@ -53,16 +53,17 @@ class UpdateBytes(NamedTuple):
     norm: float = 0.0
     """Bytes of reduced gradients that are read to compute their norm."""
     gradients: float = 0.0
-    """Bytes of gradients that are read to find values that are not finite, before each reduction,
-    and bytes of gradients that are set to zero."""
+    """Sum of two numbers: bytes of gradients that are read before each reduction, to find values
+    that are not finite; and bytes of gradients that are set to zero."""
     new: float = 0.0
     """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
     again in each step."""
 
     def share(self, updated: float, repeats: float) -> UpdateBytes:
-        """Return the bytes of a rank that updates only the share `updated` (0 to 1) of its states
-        on the device. The host computes the norm of the other gradients. If states are on the host,
-        the device checks all gradients and sets them to zero `repeats` times as often."""
+        """Return the bytes that the device of a rank transfers if it updates only the share
+        `updated` (0 to 1) of the rank's states. The host updates the other states and computes the
+        norm of their gradients. The device still checks all gradients and sets them to zero. If
+        `updated` is less than 1, the bytes of these two operations are multiplied by `repeats`."""
         return self._replace(
             optimizer=updated * self.optimizer,
             norm=updated * self.norm,

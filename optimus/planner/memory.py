@@ -50,9 +50,9 @@ class RankMemory:
     disk: int = 0
     """Model states on disk, and their copies for checkpoint.async_save."""
     copies: int = 0
-    """On a CPU, gloo copies gradients and parameters during collectives. Let s be the largest sum
-    of these copies and of the activations at the same time. This field is max(0, s -
-    `activations`)."""
+    """Memory that copies by gloo need in addition to `activations`. On a CPU, gloo copies gradients
+    and parameters during collectives. This field is max(0, s - `activations`), where s is the
+    largest number of bytes that copies and activations together need at a moment."""
     code: int = 0
     """On a CPU: bytes of the machine code that oneDNN generates for matrix products."""
 
@@ -114,9 +114,10 @@ def rank_memory(
 
 
 def planned_microbatches(config: Config, mesh: Mesh, num_microbatches: int) -> int:
-    """Return the number of microbatches for which a plan of the memory or a search for a placement
-    lists the uses of segments: the first ones of `num_microbatches`, if the uses of further ones
-    only repeat, as with 1f1b."""
+    """Return the number of microbatches whose uses of segments are listed, for a plan of the memory
+    or for a search for a placement. With some schedules, such as 1f1b, the uses of later
+    microbatches only repeat earlier uses. Only the uses of the first microbatches are then listed.
+    Otherwise, the result is `num_microbatches`."""
     repeats = mesh.pp == 1 or config.parallel.schedule == "1f1b"
     if config.offload.order == "layer" or config.parallel.virtual_stages > 1 or not repeats:
         return num_microbatches
@@ -173,8 +174,8 @@ def _num_products(profiles: Mapping[int, StageProfile]) -> int:
 def _copied_bytes(
     config: Config, planned: PlannedRank, profiles: Mapping[int, StageProfile]
 ) -> int:
-    """Return the largest sum of two numbers of bytes at the same time: gloo's copies of gradients
-    and parameters, and activations.
+    """Return the largest number of bytes that activations and copies by gloo together need at a
+    moment. gloo copies gradients and parameters during collectives.
 
     A reduce_scatter copies its input, and an all_gather its output. Gradients of a chunk are
     reduced after the last backward of its first segment or, if they are not reduced segment by

@@ -21,8 +21,9 @@ class Network:
     A transfer uses the ports of the levels that its group crosses. It uses only a fraction of the
     rate of the ports at the faster levels (`loads_of`). The rate of a port is the rate of the level
     in the machine file, without the taper. If the taper of a level is below 1, the links that leave
-    a domain of the previous level carry the rate of only the share `taper` of the ports of the
-    domain. A transfer through these links also uses the port of the previous level.
+    a domain of the previous level limit the transfers: the rate of these links is the sum of the
+    rates of all ports in the domain, multiplied by the taper. A transfer through these links also
+    uses the port of the previous level.
 
     Args:
         groups: The process groups of each axis. The groups of `pp` are pipelines. If the key
@@ -96,11 +97,12 @@ class Network:
         Args:
             size_bytes: Bytes that a rank sends to the next stage for one microbatch.
             num_stages: Number of stages.
-            reduce, gather: Collectives of the gradients of a stage, the same for all stages, and of
-                the parameters (as in `Transfers`).
-            exposed_s: For some kinds of actions and each stage, a dict from axes to the seconds of
-                the collectives within the action. `Transfers.exchanges` has only the collectives
-                that compete with transfers.
+            reduce: Collectives of the gradients of a stage. They are the same for all stages.
+            gather: Collectives of the parameters, as in `Transfers`.
+            exposed_s: A dict from some kinds of actions to a list with an element for each stage.
+                The element is a dict from axes to the seconds of the collectives within the action.
+                Of these collectives, `Transfers.exchanges` has only those that compete with
+                transfers.
         """
         send, p = self.sends(size_bytes), len(self._pipelines[0])
         levels = {

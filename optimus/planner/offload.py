@@ -141,7 +141,8 @@ def _links_of(
 
 
 def _states_text(config: Config, memory: RankMemory) -> str:
-    """Return as text the placement of the states of a rank whose activations are not known."""
+    """Return the placement of a rank's states as text. The text has the bytes on the device without
+    activations, because the activations are not known."""
     on_device = memory.states + memory.cache + memory.gradients
     tiers = [
         f"{gb_text(on_device)} of device memory without activations",

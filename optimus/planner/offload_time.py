@@ -81,8 +81,8 @@ class OffloadedStep:
     """Time of a step with offloading."""
 
     step: Step
-    """The operations of the devices in a step: the operations of a step without offloading, without
-    the updates of the chunks that the host updates."""
+    """Operations of the devices in a step. They are the operations of a step without offloading,
+    except for the updates of the chunks that the host updates."""
     time: StepTime
     """Seconds of the step by component. `offload_s` is the number of seconds by which copies,
     updates on the host and the disk make the step longer."""
@@ -179,9 +179,9 @@ def manual_placements(config: Config, mesh: Mesh, machine: Machine) -> list[Deci
     """Return the placements of the first and of the last pipeline rank with offload.mode =
     "manual". The list is empty if the machine file and the configuration have no device memory.
 
-    The memory of these placements is computed for the load `offload.expert_imbalance`, as in a run,
-    which compares this memory with `offload.device_memory` and `offload.host_memory`. This function
-    does not check that the memory is within these limits.
+    The memory of these placements is computed for the load `offload.expert_imbalance`. A run
+    computes the same memory and compares it with `offload.device_memory` and `offload.host_memory`.
+    This function does not check these limits.
     """
     limits = _limits(config, machine, Links())
     if not limits.device:

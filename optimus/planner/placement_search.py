@@ -521,9 +521,9 @@ def _workload(
 def _with_copies(
     work: Workload, config: Config, on_host: PlannedRank, on_disk: PlannedRank
 ) -> Workload:
-    """Return a workload in which checkpoint.async_save copies states on disk to disk instead of
-    host memory. `on_host` has all states on the host, and `on_disk` has as many states on disk as
-    possible."""
+    """Return a workload for a run with checkpoint.async_save. If states are on disk, their copies
+    are also on disk and need no host memory. `on_host` has all states on the host, and `on_disk`
+    has as many states on disk as possible."""
     before, after = (staging_by_chunk(config, planned) for planned in (on_host, on_disk))
     chunks: list[ChunkCost] = []
     for number, cost in zip(on_host.engine.numbers_by_first_use, work.chunks, strict=True):

@@ -47,9 +47,10 @@ def plan(
       Three more keys are not included in `total`: `host`, the bytes of states in host memory;
       `disk`, the bytes of states on disk; and `staging`, the bytes of host memory that
       checkpoint.async_save uses. With offloading, `tiers` has a dict for each of `device`, `host`
-      and `disk`, with the bytes of each kind of states; of the `cache` of gathered parameters; of
-      `staging` buffers, which hold copies of gradients and of states on disk; of spare buffers for
-      `early` updates; and of copies for `checkpoints`.
+      and `disk`. Each dict has the bytes of each kind of states, and the bytes for four other uses:
+      `cache`, for gathered parameters; `staging`, for buffers with copies of gradients and of
+      states on disk; `early`, for the spare buffers of early updates; and `checkpoints`, for the
+      copies of checkpoint.async_save.
     - `memory`: the entry of `ranks` with the largest `total`, without its coordinates.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
@@ -206,8 +207,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tier_lines(ranks: list[dict[str, Any]], mesh: dict[str, int]) -> list[tuple[str, str]]:
-    """Return, as pairs (name, value), a table of the bytes in each tier, for each group of ranks
-    with equal bytes."""
+    """Return a table of the bytes in each tier, as pairs (name, value). Ranks with equal bytes
+    share the rows of the table."""
     names: dict[str, list[str]] = {}
     tables: dict[str, dict[str, dict[str, int]]] = {}
     for rank in ranks:

@@ -72,10 +72,10 @@ class Transfers(NamedTuple):
     """The collectives of parameters, which each rank begins at the start of the step. The second
     action of the rank waits for these collectives."""
     exchanges: Mapping[tuple[Kind, int], Transfer] = {}
-    """A dict from the kind and the stage of an action to a transfer that represents the collectives
-    within the action that compete with other transfers. After the computation of the action, the
-    device waits for this transfer. The cost of the action includes the time of all other
-    collectives."""
+    """A dict from the kind and the stage of an action to a transfer. Some collectives within the
+    action compete with other transfers; the transfer represents these collectives. After the
+    computation of the action, the device waits for the transfer. The time of all other collectives
+    within the action is included in the cost of the action."""
     shared: Mapping[int, SharedLevel] = {}
     """A dict from the index of a level to the links that leave its domains, for the levels at which
     these links carry less than the ports of all ranks of a domain."""
@@ -100,8 +100,9 @@ class Played(Timeline):
     """Start and end times of the actions and of the transfers of all ranks, in seconds."""
 
     transfers: tuple[tuple[Span, ...], ...] = ()
-    """Transfers of each rank, in the order of their ends. The actions are the sends, REDUCE_GRAD
-    for collectives of gradients, and RECV_ACTIVATION of stage 0 for collectives of parameters."""
+    """Transfers of each rank, in the order of their ends. The action of a `Span` is the send,
+    REDUCE_GRAD for a collective of gradients, or RECV_ACTIVATION of stage 0 for a collective of
+    parameters."""
     hosts: tuple[tuple[Span, ...], ...] = ()
     """For each rank, the intervals in which the host starts the operations of the actions."""
 

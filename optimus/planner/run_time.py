@@ -73,7 +73,7 @@ def plan_run(
           machine file has no rate of storage.
         - `goodput`: share of the time that is spent on training whose result is kept, with the
           given `checkpoint.interval`. `best_interval`: the number of steps between full checkpoints
-          with the largest goodput. `best_goodput`: the largest goodput. All three are None if the
+          that gives the largest goodput. `best_goodput`: this goodput. All three are None if the
           run saves no full checkpoint, or if the machine file has no rate of storage or no rate of
           failures.
         - `work_share`: equal to `goodput`; if `goodput` is None, the share of the time in which no

@@ -97,8 +97,8 @@ class LayoutMemory:
         return train.global_batch_tokens // (tokens * layout.dp * layout.ep)
 
     def _coordinates(self, layout: Layout) -> list[int]:
-        """Return tp indices: for each number of vocabulary rows that occurs on a tp rank, the index
-        of a rank with this number."""
+        """Return tp indices. The tp ranks can have different numbers of vocabulary rows. For each
+        number, the result has the index of a rank with this number."""
         return _different_shares(self._config.model.vocab_size, layout.tp)
 
     def _bytes_of_states(self, layout: Layout) -> list[tuple[int, ...]]:
@@ -145,8 +145,9 @@ class LayoutMemory:
         return self._groups[key]
 
     def _activations_of(self, layout: Layout) -> list[list[int]]:
-        """Return, for each group of pipeline ranks and each tp index of `_coordinates`, the bytes
-        of activations and inputs of the rank of the group that needs the most memory."""
+        """Return the bytes of activations and inputs, for each group of pipeline ranks and each tp
+        index of `_coordinates`. These are the bytes of the pipeline rank that needs the most memory
+        in its group."""
         key = layout[:8]
         if key not in self._activations:
             microbatches = self.microbatches(layout)
@@ -280,8 +281,8 @@ class LayoutMemory:
 
 
 def _different_shares(size: int, count: int) -> list[int]:
-    """Return, for each number of elements that a rank gets if `count` ranks divide `size` elements,
-    the index of a rank with this number."""
+    """Divide `size` elements over `count` ranks. Return the index of a rank for each different
+    number of elements that ranks get."""
     lengths: dict[int, int] = {}
     for index in {0, count - 1} if size % count else {0}:
         start, stop = share(size, index, count)

@@ -103,9 +103,9 @@ class OffloadedLayouts:
 
         The lower bound of the time is the largest of four times: the sum of the passes and of the
         reductions of gradients, the copies to the device, the copies to the host, and the updates
-        on the host. The times of copies and updates are those for the smallest number of parameters
-        whose states must be on the host so that the first and the last pipeline rank fit on the
-        device.
+        on the host. The copies and updates are those of the parameters whose states are on the
+        host. As few states are on the host as the device memory of the first and of the last
+        pipeline rank permits.
         """
         layout = layout._replace(offload="auto")
         activations = max(self._memory.activations(layout))

@@ -93,10 +93,13 @@ class SegmentTimes:
         elements: Sequence[int],
         forward_s: float,
     ) -> list[float]:
-        """Return `Workload.end_s` of a rank: for each number of chunks on the host, from 0 to all
-        chunks, the sum of the seconds of the collectives of all gradients, of the update of the
-        chunks on the device, and of the gathers of the chunks on the device. With optim.overlap,
-        these gathers overlap with the first forward and with the gathers of other chunks.
+        """Return `Workload.end_s` of a rank: a list with an element for each number of chunks on
+        the host, from 0 to all chunks.
+
+        An element is the sum of three times in seconds: the collectives of all gradients, the
+        update of the chunks on the device, and the gathers of the chunks on the device. With
+        optim.overlap on an accelerator, these gathers overlap with the first forward and with the
+        gathers of other chunks.
 
         Args:
             config: The run.

@@ -2,10 +2,10 @@
 process groups.
 
 Model states are parameters, gradients, master weights and moments. Tests compare the results with
-`ChunkEngine.state_bytes`, which counts the bytes of the tensors that training allocates. With
-offloading, `plan_ranks` creates a chunk engine on the meta device instead. A search over layouts
-needs the bytes of hundreds of thousands of ranks. The bytes of ranks with equal states, and of
-parameters with equal layouts, are therefore computed only once.
+`ChunkEngine.state_bytes`, which counts the bytes of the tensors that training allocates. A search
+over layouts needs the bytes of hundreds of thousands of ranks. The bytes of ranks with equal
+states, and of parameters with equal layouts, are therefore computed only once. With offloading,
+`plan_ranks` uses a chunk engine on the meta device instead of this arithmetic.
 """
 
 from __future__ import annotations

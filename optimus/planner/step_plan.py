@@ -48,10 +48,11 @@ def plan_step(
         placements: As for `time_offloaded`.
 
     Returns:
-        - `step_s`: seconds of a step without checkpoints: the sum of `compute_s`, the values of
-          `exposed_s` (a dict from axes to seconds), `bubble_s`, `optimizer_s` and, with offloading,
-          `offload_s`, the number of seconds by which copies, updates on the host and the disk make
-          the step longer.
+        - `step_s`: seconds of a step without checkpoints. It is the sum of `compute_s`, `bubble_s`,
+          `optimizer_s`, all values of `exposed_s` (a dict from axes to seconds) and, with
+          offloading, `offload_s`.
+        - `offload_s`: only with offloading. The seconds by which copies, updates on the host and
+          the disk make the step longer.
         - `resources_s`: only with offloading. The seconds for which each resource (the links, the
           host and the disk) is busy in a step, on the rank where this resource is busy longest.
         - `tokens_per_s`: tokens of a step divided by `step_s`. `tflops_per_device`: model TFLOP/s

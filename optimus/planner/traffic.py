@@ -35,15 +35,18 @@ from optimus.planner.topology import (
 def axis_crossings(
     config: Config, mesh: Mesh, topology: Topology, algorithm: Algorithm
 ) -> dict[str, tuple[Crossing, bool]]:
-    """Return, for each axis or pair of axes with process groups of several ranks, the bytes that
-    all ranks send in collectives.
+    """Return the bytes that all ranks send over each axis or pair of axes.
+
+    Axes are left out if their process groups have a single rank.
 
     Returns:
-        A dict from axes, such as "dp x ep", to a pair (bytes, is_step). If the bytes of a step are
-        known, `is_step` is True. Otherwise, the bytes are those of an all-reduce of 1 byte, of
-        which the same shares cross nodes and groups. The bytes of a step are known for pp. Without
-        offloading, they are also known for gradients and parameters over dp and dp x ep; in
-        deterministic mode only for parameters.
+        A dict from axes, such as "dp x ep", to a pair (bytes, is_step). `is_step` is True if the
+        bytes of a step are known. Otherwise, the bytes are those of an all-reduce of 1 byte or, for
+        pp, of transfers of 1 byte. The shares of these bytes that cross nodes and groups are the
+        same as in a step.
+
+        The bytes of a step are known for pp if `train.seq_len` is set. They are known for gradients
+        and parameters over dp and dp x ep, except in the cases that `_state_bytes` describes.
     """
     result = {"pp": _pipeline(config, mesh, topology)} if mesh.pp > 1 else {}
     for axes, halves in _state_bytes(config, mesh).items():
@@ -61,10 +64,11 @@ def plan_crossings(config: Config, mesh: Mesh, topology: Topology) -> dict[str, 
     """Return the shares of the bytes that cross nodes and groups, as a dict for JSON.
 
     Returns:
-        A dict from axes to a dict with "step_bytes", the bytes that all ranks send in a step (None
-        if they are not known), and for each algorithm a dict with two shares between 0 and 1:
-        "nodes", sent to other nodes, and "groups", sent to other groups (None if groups are
-        unknown).
+        A dict from axes to a dict. The value of its key "step_bytes" is the number of bytes that
+        all ranks send in a step; None if it is not known. Its other keys are the algorithms. The
+        value of an algorithm is a dict with two shares of the bytes, from 0 to 1: "nodes" is the
+        share that is sent to other nodes, and "groups" is the share that is sent to other groups.
+        "groups" is None if the groups are unknown.
     """
     result: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
@@ -81,7 +85,7 @@ def topology_of(allocation: Allocation) -> Topology:
     """Return the nodes and groups of an allocation.
 
     Raises:
-        ConfigError: `hosts` has more nodes of a group than a group has in the machine file.
+        ConfigError: `allocation.hosts` has more nodes of a group than the machine file permits.
     """
     levels = [level for level in load_machine(allocation.machine).levels if level.ranks]
     size, hosts = allocation.ranks_per_node, allocation.hosts
@@ -165,9 +169,9 @@ def better_order(
 
 
 def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> tuple[float, float]:
-    """Return two sums of the bytes that cross groups with ring collectives: of a step, over all
-    axes whose bytes are known or estimated; and of an all-reduce of 1 byte over each of the other
-    axes."""
+    """Return two sums of the bytes that cross groups with ring collectives. The first sum has the
+    bytes of a step over all axes for which these bytes are known or estimated. The second sum has
+    the bytes of an all-reduce of 1 byte over each of the other axes."""
     crossings = axis_crossings(config, mesh, topology, "ring")
     for axis, sizes in _activation_bytes(config, mesh).items():
         crossings[axis] = all_reduce_crossing(mesh, (axis,), topology, "ring", sizes), True
@@ -177,9 +181,9 @@ def _group_bytes(config: Config, mesh: Mesh, topology: Topology) -> tuple[float,
 
 
 def _activation_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
-    """Return a dict from "ep" and "tp" to a list with the bytes of a buffer for each pipeline rank.
-    An all-reduce of this buffer over the axis sends, as an estimate, as many bytes as all
-    collectives of activations and of gradients of activations over this axis in a step.
+    """Return a dict from "ep" and "tp" to a list with the size of a buffer for each pipeline rank.
+    The size in bytes is an estimate: in a step, the collectives of activations and of their
+    gradients over the axis together send as many bytes as an all-reduce of the buffer.
 
     Over ep, each MoE layer gathers and reduces the tokens of all ep ranks in the forward and in the
     backward; with `parallel.ep_dispatch` = "alltoall", only the tokens that have an expert on the
@@ -219,14 +223,15 @@ def _pipeline(config: Config, mesh: Mesh, topology: Topology) -> tuple[Crossing,
 
 
 def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
-    """Return a dict from axes to a list with the bytes for each pipeline rank: the buffers of
-    gradients and parameters in the reduce-scatters and all-gathers of a step. An all-reduce counts
-    as a reduce-scatter and an all-gather.
+    """Return the sizes of the buffers that reduce-scatters and all-gathers of gradients and
+    parameters use in a step: a dict from axes to a list with the sum of the sizes in bytes for each
+    pipeline rank. An all-reduce counts as a reduce-scatter and an all-gather.
 
-    The result is empty with offloading, and without `train.seq_len` if gradients are reduced for
-    each microbatch. The axes tp and ep are left out, because most of their bytes are activations.
-    In deterministic mode, the axes of gradients are left out, because an all-to-all sends its bytes
-    over other links than an all-reduce.
+    The result is empty with offloading. It is also empty if gradients are reduced for each
+    microbatch and `train.seq_len` is not set, because the number of microbatches is then unknown.
+    The axes tp and ep are left out, because most of their bytes are activations. In deterministic
+    mode, the axes of gradients are left out, because an all-to-all sends its bytes over other links
+    than an all-reduce.
     """
     optim, train = config.optim, config.train
     is_each = optim.resident != "all" or train.deterministic

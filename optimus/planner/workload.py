@@ -272,8 +272,8 @@ def _parameters(model: ModelConfig, layer: int) -> tuple[int, int]:
 
 
 def largest_segment(config: Config, mesh: Mesh, stages: tuple[range, ...], pp: int) -> float:
-    """Return the number of parameters that a rank has of the largest segment (layer, embedding or
-    head) of the pipeline rank `pp`."""
+    """Return the size of the largest segment (layer, embedding or head) of the pipeline rank `pp`:
+    the number of parameters of the segment that a single rank has."""
     model = config.model
     kinds = {kind for stage in stages[pp :: mesh.pp] for kind in _kinds(model, stage)}
     layers = (_parameters(model, layer) for e, layer in _first_layers(model).items() if e in kinds)
@@ -334,9 +334,10 @@ def _reduces_each(config: Config, mesh: Mesh) -> bool:
 def _gradient_passes(
     mesh: Mesh, microbatches: int, reduces_each: bool, offloads: bool = False
 ) -> int:
-    """Return the number of passes over the gradients in a step that check them, before each
-    reduction, or set them to zero. A single rank on the device adds up the gradients of
-    microbatches in the same buffers, and sets them to zero once."""
+    """Return the number of passes over the gradients in a step. Before each reduction, a pass
+    checks the gradients. Other passes set gradients to zero. A single data rank without offloading
+    adds up the gradients of all microbatches in the same buffers, so that it sets them to zero only
+    once."""
     reductions = microbatches if reduces_each else 1
     is_shared = offloads or mesh.num_data_ranks > 1
     return reductions + (reductions if is_shared else 1)
