@@ -1,5 +1,5 @@
-"""Train with a preloaded library that records the file calls of the ranks, and that lets some calls
-fail or kills a rank at a call.
+"""Train with a preloaded library that records the file calls of the ranks. The library can also let
+selected calls fail, or kill a rank at a selected call.
 
 disk.py builds the library from file_calls.c.
 """
@@ -289,8 +289,8 @@ def _run_with_errors(
 ) -> tuple[str, bool, int]:
     """Run the training with broken calls.
 
-    Assert that the run ends with an error only if the disk remains full, and that all ranks then
-    report that the last step is not saved.
+    Assert that the run ends with an error only if the disk remains full. In this case, all ranks
+    must report that the last step is not saved.
 
     Returns:
         The messages of the first rank, True if the run reached its end, and the number of broken

@@ -134,9 +134,9 @@ def run_sequence(
 
 
 def _wait_for_checkpoint(launch: Launch) -> None:
-    """Wait until the current attempt commits a checkpoint, unless the current or the previous
-    attempt has already committed one. Without this wait, the supervisor could stop the run, because
-    the attempts make no progress."""
+    """Return at once if the current or the previous attempt has already committed a checkpoint.
+    Otherwise wait until the current attempt commits a checkpoint. Without this wait, the attempts
+    could make no progress, and the supervisor could stop the run for this reason."""
     history = launch.history()
     committed = [attempt.attempt in history.checkpoints for attempt in history.attempts[-2:]]
     if any(committed):

@@ -134,8 +134,8 @@ def _kill_two_ranks(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_in_load(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank. In the next attempt, kill a rank of another node while this rank loads the
-    checkpoint."""
+    """Kill a rank. In the next attempt, kill a second rank, which is on another node, while this
+    second rank loads the checkpoint."""
     first, second = chance.sample(launch.active(), 2)
     launch.break_rank("kill-in-load", second, chance.randrange(RANKS))
     send([chance.choice(launch.ranks(first))], signal.SIGKILL)
@@ -277,7 +277,7 @@ def _freeze_node_to_the_end(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_in_recovery(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank, and then the agent of another node while the supervisor handles the failure."""
+    """Kill a rank. While the supervisor handles this failure, kill the agent of another node."""
     first, second = chance.sample(launch.active(), 2)
     ended = len(launch.history().ends)
     send([chance.choice(launch.ranks(first))], signal.SIGKILL)

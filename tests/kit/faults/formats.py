@@ -22,9 +22,9 @@ import xxhash
 from tests.kit.runs.results import hash_files
 
 Content = Callable[[str], Any]
-"""Function that returns the content that a command read, from the standard output of the command or
-from files in the working directory. The function returns None if the command reports damaged
-input."""
+"""Function that returns the content that a command has read. The function finds this content in its
+argument, which is the standard output of the command, or in files in the working directory. The
+function returns None if the command reports damaged input."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ READERS: Mapping[str, Reader] = {
     "read-peaks": _read_peaks,
     "read-skipped-steps": _read_skipped_steps,
 }
-"""Functions that command lines name in place of a program. A function receives the arguments and
-returns the exit status."""
+"""Functions by name. A command line that begins with such a name calls the function instead of a
+program. The function receives the arguments and returns the exit status."""
 
 # Replacement of the hashes of a changed file.
 

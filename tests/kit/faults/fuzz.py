@@ -89,8 +89,8 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     "async_save": (False, True),
 }
 LINKS = Path(__file__).with_name("links.toml")
-"""File with the rates of an emulated device, at which copies and updates of a case take some
-milliseconds."""
+"""File with the rates of an emulated device. At these rates, the copies and updates of a case take
+some milliseconds."""
 _SIZES = ("pp", "dp", "ep", "tp")
 
 

@@ -88,12 +88,13 @@ def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
 
 
 _MAX_KEYS, _MAX_ITEMS, _MAX_LINES = 20, 3, 12
-"""Maximum numbers of entries of a dict, of entries of a list and of lines of a file that
-`all_changes` changes. The last entry and the last line are always changed."""
+"""Limits of `all_changes`: the number of changed entries of a dict, of changed items of a list, and
+of changed lines of a file. The last entry, item and line are always changed."""
 
 
 def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
-    """Yield a change for each field of a file and each value that is wrong for some field.
+    """Yield all changes of a file that `_changed_trees` defines. For example, each field of the
+    file is set to each of _VALUES in turn.
 
     Args:
         content: Content of the file.
@@ -220,8 +221,8 @@ def change_tree(number: random.Random, holder: list[Any]) -> str:
 def _nodes(
     container: Any, path: tuple[str, ...], is_limited: bool = False
 ) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the nodes below a container as (container, key, name). With `is_limited`, at most
-    _MAX_KEYS entries of a dict and _MAX_ITEMS of a list."""
+    """Yield the nodes below a container as (container, key, name). With `is_limited`, yield at most
+    _MAX_KEYS entries of each dict and at most _MAX_ITEMS items of each list."""
     items = [*(container.items() if isinstance(container, dict) else enumerate(container))]
     most = _MAX_KEYS if isinstance(container, dict) else _MAX_ITEMS
     if is_limited and len(items) > most:
@@ -425,5 +426,5 @@ _TREES: Mapping[str, tuple[Callable[[bytes], Any], Callable[[Any, bytes], bytes]
     "safetensors": (_safetensors_header, _with_header),
     "padded json": (lambda content: json.loads(content[:4096]), _with_padded),
 }
-"""For each syntax with a single tree: functions that read the tree of a file, and that return a
-file with another tree."""
+"""For each syntax with a single tree, two functions: `read(content)` returns the tree of a file,
+and `write(tree, content)` returns the content of the file with another tree."""

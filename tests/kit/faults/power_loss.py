@@ -17,8 +17,8 @@ from typing import TypeAlias
 from tests.kit.faults.disk import Call
 
 EXHAUSTIVE = 1 << 12
-"""Maximum number of states of a disk at one moment that are all examined. If there are more states,
-random states are drawn."""
+"""If the examined paths can have at most this number of states after a power cut, all states are
+examined. Otherwise, random states of the whole disk are drawn."""
 
 _LOSSES = ("nothing", "half", "zeros")
 

@@ -76,8 +76,8 @@ class Expected(NamedTuple):
     status: int = 0
     """Exit status of `optimus launch`."""
     unusable: Mapping[str, int] = {}
-    """Maps each node that must not get ranks, although the ledger has no mark of the node, to the
-    first attempt in which the node must not get ranks."""
+    """Nodes that must not get ranks, although the ledger has no mark of these nodes. Maps each of
+    them to the first attempt in which it must not get ranks."""
     unbroken: tuple[str, ...] = ()
     """Lines for the file of faults of the unbroken run. With these lines, the curve of the unbroken
     run equals the curve of the run with the fault, for example because both runs skip the same
@@ -474,8 +474,8 @@ def _check_assignments(
     """Return a message for each violation of the following rule, which assigns nodes to attempts.
 
     A node that can be used keeps its ranks. Each other node is replaced by the first free node of
-    the allocation, suspect nodes last. After a verdict, or in a job with another number, all nodes
-    are assigned again.
+    the allocation. A suspect node is used only if no other node is free. After a verdict, or in a
+    job with another number, all nodes are assigned again.
     """
     problems: list[str] = []
     standings: dict[str, str] = {}

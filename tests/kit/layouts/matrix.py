@@ -117,10 +117,10 @@ class Case(NamedTuple):
 def with_large_eps(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with an eps of AdamW that does not enlarge rounding errors.
 
-    `check_case` uses this configuration if, after an update, a token has other experts than in the
-    run of one process, although the gap between the router probabilities is above NEAR_TIE. AdamW
-    divides by sqrt(v) + eps. If a gradient is near eps = 1e-8, its rounding error moves a parameter
-    by up to lr.
+    After an update, a token can get other experts than in the run on one process, even if the gap
+    between the router probabilities is NEAR_TIE or more. `check_case` then uses this configuration.
+    A possible cause is AdamW, which divides by sqrt(v) + eps: if a gradient is near eps = 1e-8, the
+    rounding error of the gradient moves a parameter by up to lr.
 
     The affected layouts depend on the machine. With models of 4 layers on an Intel CPU,
     pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8 rerouted one token at a gap of 2.2e-6, with a loss error of
@@ -150,8 +150,8 @@ def all_cases() -> list[Case]:
 
 
 def _is_legal(case: Case) -> bool:
-    """Return True if Optimus accepts the case, makes a promise for the case, and no simpler case is
-    equivalent."""
+    """Return True if Optimus accepts the case, Optimus makes a promise for the case, and no simpler
+    case is equivalent."""
     dense = MODELS[case.model].get("model__num_experts") == 0
     grouped = "model__num_key_value_heads" in MODELS[case.model]
     return not (
@@ -319,11 +319,14 @@ class Agreement(NamedTuple):
     max_gap: float
     """Largest gap of a rerouted token."""
     may_be_adamw: bool
-    """True if the only broken promise is that tokens were rerouted, all of them after an update and
-    with gaps of at most `max_gap_of_adamw`."""
+    """True if tokens with a gap of NEAR_TIE or more were rerouted, and AdamW can be the cause. This
+    requires that the initial parameters and the first gradients keep their promises. It also
+    requires that these tokens were rerouted after the first update, with gaps of at most
+    `max_gap_of_adamw`. The errors of losses are not limited, because a rerouted token changes the
+    losses."""
     by_adamw: tuple[str, ...] = ()
-    """Promises that were broken with the default eps, if no promise is broken with the eps of
-    `with_large_eps`."""
+    """Promises that were broken with the default eps, and that hold with the eps of
+    `with_large_eps`. () if a promise is broken with this eps, too."""
 
 
 Run = Callable[[int, dict[str, Any]], Outcome]
@@ -356,13 +359,13 @@ def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outco
 
 
 def max_gap_of_adamw(case: Case) -> float:
-    """Return the largest gap between router probabilities at which a rounding error that AdamW has
-    enlarged can reroute a token.
+    """Return the largest gap between router probabilities at which AdamW can reroute a token by
+    enlarging a rounding error.
 
-    The error changes one weight of a router by lr. A logit then changes by about lr, because the
-    norm before the router scales the router's input to about 1. A probability near 1 / num_experts
-    then changes by lr / num_experts, which is 3.8e-4. The largest observed gap is 7.0e-5. One token
-    in thirty has a gap below 3.8e-4.
+    The enlarged error changes one weight of a router by lr. A logit then changes by about lr,
+    because the norm before the router scales the router's input to about 1. A probability near
+    1 / num_experts then changes by lr / num_experts, which is 3.8e-4. The largest observed gap is
+    7.0e-5. One token in thirty has a gap below 3.8e-4.
     """
     tree = case.single_process_tree()
     return float(tree["optim"]["lr"] / tree["model"]["num_experts"])
@@ -373,8 +376,8 @@ def compare(case: Case, outcome: Outcome, alone: Outcome) -> Agreement:
 
     Without tp and ep, all bits must be the same. With tp or ep, these errors must be below
     TOLERANCE: for each parameter, the relative norm of the error of its gradient; for each step,
-    the errors of the cross-entropy and of the objective in nats. At the initial loss, ln(VOCAB) =
-    5.8, TOLERANCE is 1.7e-6 of the loss, or 21 times the distance of neighbouring fp32 values
+    the errors of the cross-entropy and of the objective in nats. The initial loss is ln(VOCAB) =
+    5.8. TOLERANCE is 1.7e-6 of this loss, or 21 times the distance of neighbouring fp32 values
     (4.8e-7). A non-finite value in either run is an infinite error.
     """
     broken = []

@@ -192,8 +192,9 @@ def _play(schedule: Schedule, communicator: Communicator) -> None:
 
 
 class _Messages:
-    """Sends and receives in progress. A message is delivered when its send and its receive are each
-    the first pending action of the communicator on the respective rank."""
+    """Sends and receives in progress. For each communicator, each rank has a queue of pending
+    actions. A message is delivered when its send is the first action in the queue of the sending
+    rank, and its receive is the first action in the queue of the receiving rank."""
 
     def __init__(
         self, schedule: Schedule, communicator: Communicator, available: set[Action]

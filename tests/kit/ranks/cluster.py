@@ -1,10 +1,10 @@
 """A PBS with hosts that can die: replacements of qsub, qdel, qstat, pbsnodes and PALS's mpiexec.
 
-The replacements follow the manual pages of OpenPBS (qsub(1B), qdel(1B), qstat(1B), pbsnodes(8B))
-and of PALS in their options, output, exit statuses, and behaviour at the end of a host or a job.
-Unknown options are errors. `Cluster` is the server. All hosts are emulated on this machine: the
-environment variable FAKE_HOST of a process is the name of its host, and the process is killed when
-this host is turned off. Job scripts start real processes.
+The replacements follow the manual pages of PALS and of OpenPBS (qsub(1B), qdel(1B), qstat(1B),
+pbsnodes(8B)). This applies to the options, the output, the exit statuses, and the behaviour at the
+end of a host or a job. Unknown options are errors. `Cluster` is the server. All hosts are emulated
+on this machine: the environment variable FAKE_HOST of a process is the name of its host, and the
+process is killed when this host is turned off. Job scripts start real processes.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def started(
 
 
 def write_hostile_modules(folder: Path) -> Path:
-    """Write modules to a folder, each of which ends a process that imports it. Return the
-    folder."""
+    """Write modules to a folder, and return the folder. If a process imports any of these modules,
+    the process ends."""
     for name in ("xxhash", "numpy", "multiprocessing", "optimus", "data_prep", "optimus_kernels"):
         (folder / name).mkdir(parents=True)
         message = f"code of the working directory runs: {name}"

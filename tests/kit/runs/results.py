@@ -64,9 +64,9 @@ def read_whole(manifest: Manifest, into: Mapping[str, torch.Tensor], state: str 
 
     Args:
         manifest: The checkpoint.
-        into: Maps the name of each parameter to a contiguous fp32 tensor on the host with the whole
-            shape of the parameter: all parameters for the state "master", only trained parameters
-            for "exp_avg" and "exp_avg_sq".
+        into: Maps the name of a parameter to the tensor for the result: a contiguous fp32 tensor on
+            the host with the whole shape of the parameter. For the state "master", `into` contains
+            all parameters. For "exp_avg" and "exp_avg_sq", it contains only trained parameters.
         state: The state.
 
     Raises:

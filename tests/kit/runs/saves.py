@@ -104,8 +104,8 @@ SYNC_AND_ASYNC = pytest.mark.parametrize("async_save", [False, True], ids=["sync
 
 @contextlib.contextmanager
 def block_bytes(size: int) -> Iterator[None]:
-    """Context manager that sets the size of the checksummed blocks of shard files, which is
-    otherwise 4 MiB."""
+    """Context manager in which the checksummed blocks of shard files have `size` bytes. The default
+    is 4 MiB."""
     with (
         mock.patch.object(shard_file, "BLOCK_BYTES", size),
         mock.patch.object(index, "BLOCK_BYTES", size),

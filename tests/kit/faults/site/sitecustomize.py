@@ -2,16 +2,19 @@
 
 Interpreters import this module if its folder is on PYTHONPATH.
 
-The variable OPTIMUS_TEST_FAULTS names a file. Each of its lines has a kind of fault, the name of a
-node, the number of a rank on this node ("g2": rank 2 of the run), and a step: the rank has the
-fault in this update or, if the rank does not do this update, in its next update. "*" is any node or
-rank. The kinds are:
+The variable OPTIMUS_TEST_FAULTS names a file. Each line of this file has a kind of fault, the name
+of a node, the number of a rank on this node, and a step. For the node and the rank, "*" is any node
+or rank. For the rank, "g2" is rank 2 of the run. The rank has the fault in the update of the step.
+If the rank has already passed this step, it has the fault in its next update. The kinds are:
 
 - nan: the output of the rank's first block is NaN;
-- data: in exactly this step, the embedding layer returns NaN for the first microbatch; - skip: the
-update of exactly this step is skipped; - raise: an error that Optimus does not expect; - exit: the
-process ends with exit status 17; - memory: the kernel refuses memory; - data-error: a read of the
-data fails; - bad-save: the checkpoint of exactly this step has weights so large that they give NaN;
+- data: in exactly this step, the embedding layer returns NaN for the first microbatch;
+- skip: the update of exactly this step is skipped;
+- raise: an error that Optimus does not expect;
+- exit: the process ends with exit status 17;
+- memory: the kernel refuses memory;
+- data-error: a read of the data fails;
+- bad-save: the checkpoint of exactly this step has weights so large that they give NaN;
 - kill-in-update, kill-in-save, kill-in-load: SIGKILL within 50 ms after the start of an update, of
   a save, or of the load of a checkpoint.
 """
