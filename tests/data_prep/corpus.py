@@ -186,10 +186,16 @@ def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
 def killed_until_done(
     arguments: Sequence[str], observe: Callable[[], int] = lambda: 0, commits: int = 8
 ) -> tuple[int, int]:
-    """Repeat a command until a run ends without a kill. Then run the command once more, when no
-    work is left. Run n is killed at commit n, up to commit `commits`, before the rename of the
-    commit. The next runs are killed at the same commits after the rename, and so on. Return (number
-    of killed runs, largest result of `observe`). `observe` is called after each killed run."""
+    """Repeat a command, and kill each run, until a run ends without a kill. No work is then left,
+    and the command runs once more.
+
+    The first `commits` runs are killed before the rename of a commit: run n before the rename of
+    commit n. The next `commits` runs are killed after the rename of the same commits. Then this
+    sequence begins again. `observe` is called after each killed run.
+
+    Returns:
+        (number of killed runs, largest result of `observe`).
+    """
     kills = largest = 0
     while status := run_killed_at(arguments, 1 + kills % commits, kills // commits % 2 == 0):
         assert status == -signal.SIGKILL

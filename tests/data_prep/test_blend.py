@@ -45,7 +45,7 @@ def blend_arguments(first, second, out, *more: str) -> list[str]:
 
 def cut(dataset, sidecars: int) -> np.ndarray:
     """Return the instances in the first `sidecars` token arrays of a source, in stored order, [n,
-    16]. Tokens at the end of an array that do not fill an instance are left out."""
+    16]. If the last tokens of an array do not fill an instance, these tokens are left out."""
     arrays = [np.load(array_path(dataset / "tokens", unit)) for unit in range(sidecars)]
     return np.concatenate([a[: len(a) // 16 * 16].reshape(-1, 16) for a in arrays])
 

@@ -28,9 +28,10 @@ def damage(path, how: str) -> None:
 
 
 def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
-    """Run `verify` and do the repairs that `verify` names, twice. If a file that lists other files
-    is damaged, the first `verify` can report only the repair of this file, so a second `verify` is
-    needed. `commands` maps each directory to the commands that made it."""
+    """Run `verify`, do the repairs that `verify` names, and repeat both steps once. The second
+    `verify` is needed if a file that lists other files is damaged: the first `verify` can then
+    report only the repair of this file. `commands` maps each directory to the commands that made
+    it."""
     for _ in range(2):
         lines = [line.partition("; repair: ")[2] for line in verify(Path(dataset))]
         elsewhere = [re.fullmatch("optimus-data verify (.+), or the .+", line) for line in lines]

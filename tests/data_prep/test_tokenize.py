@@ -56,7 +56,8 @@ def test_held_out_threshold_is_exact():
 
 
 def word_tokenizer(path: Path, size: int) -> None:
-    """Write a word-level tokenizer with `size` ids. EOS has id 0, the word "last" id `size` - 1."""
+    """Write a word-level tokenizer with `size` ids. EOS has id 0, and the word "last" has id
+    `size` - 1."""
     vocab = {EOS: 0, **{f"w{i}": i for i in range(1, size - 1)}, "last": size - 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
