@@ -95,11 +95,13 @@ def train(
     after: Callable[[int], None] = lambda step: None,
     first: int = 0,
 ) -> list[float]:
-    """Train one step for each element of `microbatches`, the number of microbatches of the step.
-    Steps have numbers from `first`, and `after` is called with the number of each completed step.
+    """Train one step for each element of `microbatches`. The element is the number of microbatches
+    of the step. Steps are numbered from `first`. `after` is called with the number of each
+    completed step.
 
-    Return in order: the loss of each microbatch and, unless `max_norm` is None, the gradient norm
-    of each step, to which torch's clip_grad_norm_ applies the limit `max_norm`.
+    Unless `max_norm` is None, torch's clip_grad_norm_ clips the gradients of each step to this
+    norm. Return the losses of the microbatches of each step, followed by the gradient norm of the
+    step if gradients are clipped.
     """
     values = []
     for step, count in enumerate(microbatches, first):

@@ -188,7 +188,7 @@ class Uses(nn.Module):
             "loop": each call of a block uses the weight of the block twice.
             "calls": a forward calls each block twice.
             "shared": two blocks share a weight.
-            "direct": the model uses a weight that belongs to no block before each block.
+            "direct": before each block, the model uses a weight that belongs to no block.
             "tied": the embedding and the last layer share a weight.
     """
 

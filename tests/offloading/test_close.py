@@ -24,8 +24,8 @@ from tests.offloading.models import assert_equal, weights
 @pytest.mark.parametrize("closes", [True, False])
 def test_an_offloaded_model_is_freed(closes, monkeypatch):
     """With or without `close`, the memory of the states is freed when no code refers to the model.
-    `close` also unlocks page-locked memory. After `close`, a gradient and a loss to which user code
-    still refers keep only parameters alive."""
+    `close` also unlocks page-locked memory. If user code keeps a gradient and a loss after `close`,
+    parameters can remain in memory, but not the model, the optimizer or the states."""
     unlocked: list[bool] = []
     monkeypatch.setattr(Memory, "close", lambda self: unlocked.append(True))
     model = models.llama().bfloat16()

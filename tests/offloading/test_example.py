@@ -330,8 +330,9 @@ def test_the_limit_holds_if_blocks_call_others(calls):
 @pytest.mark.parametrize("early_adam", ["off", "on"])
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [3, 4, 5, 0, 1, 2], [0, 5, 1, 4, 0, 2, 3]])
 def test_the_limit_holds_if_blocks_are_not_called_in_the_order_of_registration(order, early_adam):
-    """In the tested orders, backward computes a block before other blocks whose gradients would be
-    copied to the host first if blocks were called in the order of registration."""
+    """If blocks were called in the order of registration, backward would copy the gradients of the
+    last registered blocks to the host first. In the tested orders, backward computes another block
+    before these blocks."""
     for limit in (102_000, 114_000, 126_000):
         for count in (1, 2):
             most, _, is_equal = peak_with_calls([], limit, order, count, early_adam=early_adam)

@@ -34,7 +34,7 @@ def test_save_pretrained_writes_the_files_of_a_plain_model(name, share, tmp_path
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_files_of_safetensors_and_accelerate_have_all_weights(share, tmp_path):
     """safetensors and accelerate save only one tensor of each storage. Different weights must
-    therefore have different storages, and tied weights must share one."""
+    therefore have different storages, and tied weights must have the same storage."""
     accelerate = pytest.importorskip("accelerate")
     safetensors = pytest.importorskip("safetensors.torch")
     ours, optimizer, theirs, _ = pair("gpt2", share)

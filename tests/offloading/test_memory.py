@@ -84,10 +84,13 @@ print(json.dumps([*results, run(14, BF16, {**on_disk, "host_memory": 150_000_000
 
 
 def test_resident_memory_is_that_of_the_plan(tmp_path):
-    """During `optimus.offload`, the resident memory exceeds the resident memory afterwards by at
-    most one chunk: its states, also if they are then written to disk, and its parameters and
-    gradients on the emulated device, which uses host memory. After training, the resident memory is
-    at most 1.02 times the planned bytes. A save needs at most the memory of one more chunk."""
+    """During `optimus.offload`, the peak of the resident memory exceeds the resident memory after
+    the call by at most the memory of one chunk. This memory contains the states of the chunk, even
+    if the states are then written to disk. It also contains the parameters and gradients of the
+    chunk, because the emulated device uses host memory.
+
+    After training, the resident memory is at most 1.02 times the planned bytes. A save needs at
+    most the memory of one more chunk."""
     command = [sys.executable, "-c", CODE, str(tmp_path)]
     root = Path(__file__).parents[2]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True)

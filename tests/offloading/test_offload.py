@@ -304,8 +304,8 @@ class View:
 
 
 class Positions(nn.Module):
-    """A module that returns, within an object, its parameter or, if `is_view`, a view of the
-    parameter."""
+    """A module that returns an object that contains the parameter of the module. If `is_view` is
+    True, the object contains a view of the parameter instead."""
 
     def __init__(self, is_view: bool) -> None:
         super().__init__()

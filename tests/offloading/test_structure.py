@@ -133,7 +133,8 @@ class Groups(nn.Module):
 
 @pytest.mark.parametrize("kind", ["direct parameters", *CONTAINERS])
 def test_later_steps_use_planned_parameters_only(kind):
-    """No segment counts as the caller of the modules that it encloses. Containers may be shared."""
+    """After the first step, all uses of parameters are planned, even if two modules share a
+    container. A segment must not count as a caller of the modules that it encloses."""
     model = Groups() if kind == "direct parameters" else with_shared_container(kind)
     optimizer = optimus.offload(model, host_share=1.0, **OPTIONS)
     unplanned = []
@@ -260,8 +261,8 @@ def test_nested_checkpoints_of_forwards_equal_adamw_of_torch(hostile_memory, che
 def test_checkpoint_with_a_block_after_the_block_whose_backward_continues(
     hostile_memory, kind, checkpoints
 ):
-    """Backward first enters the second block, and then recomputes both blocks and another block,
-    for which the cache replaces the second block."""
+    """Backward first enters the second block, and then recomputes both blocks and a further block.
+    To load the further block, the cache replaces the second block."""
 
     def function(model: nn.Module, number: int, x: Tensor) -> Tensor:
         first, second, *others = model.blocks
@@ -290,8 +291,9 @@ def test_checkpoint_with_a_block_after_the_block_whose_backward_continues(
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75, 1.0])
 def test_checkpoint_with_a_last_block_on_the_device(share):
-    """The first blocks stay on the device. Their recomputation also replaces the block whose
-    backward continues, because the plan of the cache contains their uses."""
+    """Unless all blocks are on the host, the first blocks stay on the device. The plan of the cache
+    nevertheless contains the uses of the first blocks. The recomputation of a first block therefore
+    also replaces the block whose backward continues."""
 
     def function(model: nn.Module, number: int, x: Tensor) -> Tensor:
         y = model.blocks[number](x)
@@ -341,8 +343,9 @@ def test_a_failed_recomputation_frees_the_activations_of_its_graph():
 
 
 def test_recomputation_before_the_backward_of_its_block_copies_no_other_block():
-    """The checkpoints of two blocks contain a further operation, so that backward recomputes these
-    blocks while the last use in backward is that of the later block."""
+    """The checkpoints of two blocks also contain an operation after the block. Backward therefore
+    recomputes such a block before the backward of the block begins. The last use in backward is
+    then still the use of the next block."""
     model, copied = Blocks(), []
 
     def forward(x: Tensor) -> Tensor:
@@ -387,8 +390,8 @@ def test_refusal_of_a_cache_names_the_argument_that_has_selected_its_size(is_cac
 
 
 def test_failed_call_of_a_module_leaves_the_caller_usable():
-    """A hook of a module calls another module, whose forward raises an error, and ignores the
-    error."""
+    """A hook of a module calls another module. The forward of the other module raises an error,
+    which the hook ignores."""
 
     def add_hook(model: nn.Module) -> None:
         def ignore_errors(module: nn.Module, inputs: tuple[Tensor]) -> None:

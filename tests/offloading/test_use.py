@@ -375,9 +375,10 @@ class Scaled(nn.Linear):
 
 
 def test_backward_passes_that_need_freed_memory_are_refused():
-    """Two cases need parameters after their memory is freed: a backward with `create_graph`, and a
-    forward that uses a tensor that an earlier forward computed from a weight. The gradient of this
-    weight is then computed after the backward of all segments."""
+    """Two cases need parameters after their memory is freed. The first case is a backward with
+    `create_graph`. In the second case, an earlier forward has computed a tensor from a weight, and
+    a later forward uses this tensor. The gradient of the weight is then computed only after the
+    backward of all segments."""
     ours, *_ = pair("llama", 1.0)
     with pytest.raises(ConfigError, match="leave create_graph out"):
         torch.autograd.grad(loss_of(ours, 0), ours.lm_head.weight, create_graph=True)
@@ -397,9 +398,9 @@ def test_an_update_by_another_optimizer_is_refused():
 
 
 def test_the_state_of_the_optimizer_has_the_options_of_torch():
-    """The state dict has all options of torch's AdamW, which loads it and stays fused. The
-    offloading optimizer loads the state dict of torch's AdamW. The numbers of updates remain exact,
-    in fp32, also if torch's default dtype is bf16."""
+    """The state dict has all options of torch's AdamW. torch's AdamW can load this state dict, and
+    remains fused. The offloading optimizer can load the state dict of torch's AdamW. The numbers of
+    updates remain exact, in fp32, also if torch's default dtype is bf16."""
     ours, optimizer, theirs, reference = pair("llama", 1.0)
     for model, of_model in ((ours, optimizer), (theirs, reference)):
         train(model, of_model, (1,))
