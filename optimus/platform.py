@@ -195,8 +195,8 @@ def synchronize(device: torch.device) -> None:
 
 
 _locked_pages: dict[int, mmap.mmap] = {}
-"""Maps an address to the memory at this address that CUDA has page-locked. The memory stays mapped
-until it is unlocked, because CUDA would treat other memory at the same address as page-locked."""
+"""Memory that CUDA has page-locked, by its address. The memory stays mapped until it is unlocked,
+because CUDA would treat other memory at the same address as page-locked."""
 
 
 def host_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

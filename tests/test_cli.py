@@ -155,8 +155,8 @@ main()"""
 
 def test_ctrl_c_ends_a_command_even_if_an_import_ignores_exceptions():
     """The handler of Ctrl-C must end the process without an exception, because an import could
-    ignore the exception. A second Ctrl-C arrives while the handler of the first prints
-    "interrupted", and must have no effect."""
+    ignore the exception. While the handler prints "interrupted", a second Ctrl-C arrives. The
+    second Ctrl-C must have no effect."""
     code = """
 import logging, os, signal
 handler = logging.Handler()
