@@ -38,8 +38,7 @@ class StateTensor(NamedTuple):
     """One of KINDS."""
     tensor: Tensor
     chunk: Chunk | None = None
-    """The chunk to which the tensor belongs. It determines the padding that counts for the tensor;
-    None if no padding counts."""
+    """The chunk whose padding the tensor contains; None if no padding in the tensor is counted."""
 
 
 class GradBuffer(Protocol):

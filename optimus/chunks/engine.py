@@ -148,8 +148,8 @@ class ChunkEngine:
         """Spare buffers for early updates, by the number of the chunk."""
 
     def add_spare(self, limit: float) -> None:
-        """Allocate spare buffers of at most `limit` bytes for early updates (`UpdateQueue`) of the
-        last chunks on the host, whose gradients backward completes first."""
+        """Allocate spare buffers, of at most `limit` bytes, for early updates (`UpdateQueue`) of
+        the last chunks on the host. Backward completes the gradients of these chunks first."""
         states = [s for s in self._by_first_use if s.home is Tier.HOST and not s.on_disk]
         for state in (states[n] for n in choose_spare([s.buffers.nbytes for s in states], limit)):
             spare = self._spare[state.chunk.number] = state.new_spare(self.memory)
@@ -469,17 +469,17 @@ class ChunkEngine:
         return ""
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's model states between updates: for each of KINDS and
-        "padding", the bytes in all tiers; "host": the bytes in host memory, including the buffers
-        to which gradients and states on disk are copied; "disk": the bytes on disk; and "total":
-        the bytes on the device."""
+        """Return the bytes of this rank's model states between updates. The keys KINDS and
+        "padding" have the bytes in all tiers. The keys "total", "host" and "disk" have the bytes on
+        the device, in host memory and on disk. "host" includes "staging" of `bytes_by_tier`."""
         by_tier = self.bytes_by_tier()
         totals = {tier: sum(sizes.values()) for tier, sizes in by_tier.items()}
         return count_bytes(self._state_tensors()) | {"total": totals.pop("device")} | totals
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
         """Return, for each tier, the bytes of each of KINDS between updates, and "staging": the
-        bytes of host buffers to which gradients and states on disk are copied."""
+        bytes of the host buffers to which gradients are copied, and to which states are read from
+        disk."""
         by_tier = count_by_tier(self._state_tensors(), self.memory.tier_of)
         of_disk = 0 if self.disk is None else self.disk.staging_bytes
         by_tier["host"]["staging"] = self.gradients.staging_bytes + of_disk
@@ -578,8 +578,8 @@ class ChunkEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Upper limit of the bytes in the cache of transient parameters: if the cache has n slots,
-        the bytes of the parameters of the n largest transient chunks."""
+        """Upper limit of the bytes in the cache of transient parameters. A cache with n slots can
+        contain the parameters of the n largest transient chunks."""
         sizes = sorted(chunk.params.nbytes for chunk in self._all if chunk.is_transient)
         return sum(sizes[-self.residency.slots :])
 

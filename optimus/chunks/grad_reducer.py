@@ -65,11 +65,12 @@ class GradReducer:
     """Adds up the gradients of a rank's chunks over microbatches and ranks.
 
     Backward adds to views of the chunks, and to a separate buffer for each further use of a
-    parameter. By default, each buffer is reduced once per step: after the last backward or, with
-    `overlap`, during the last backward. With `frees_buffers` or `rounds`, and in deterministic mode
-    with more than one rank, each buffer is reduced after each microbatch or, with `reduces_each` =
-    False in `attach`, after several microbatches. Deterministic mode adds the microbatches in the
-    order of their numbers.
+    parameter. By default, each buffer is reduced once per step, after the last backward. With
+    `overlap`, the reductions already start during the last backward. In three cases, each buffer is
+    reduced after each microbatch: with `frees_buffers`, with `rounds`, and in deterministic mode
+    with more than one rank. With `reduces_each` = False in `attach`, the buffers are instead
+    reduced after several microbatches. Deterministic mode adds the microbatches in the order of
+    their numbers.
 
     Args:
         named: Trained parameters in order of first use, views of the chunks.
@@ -244,8 +245,8 @@ class GradReducer:
 
     @property
     def owner_of(self) -> dict[str, str]:
-        """A dict for parameters that several modules share: from the name of each `FurtherUse` to
-        the name under which the parameter is stored in a chunk."""
+        """Maps the name of each `FurtherUse` to the name under which its parameter is stored in a
+        chunk."""
         return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:
@@ -285,8 +286,8 @@ class GradReducer:
         return int(most_gradients(together, sizes, copied, self.reduction_bytes)[-1])
 
     def allocated_together(self) -> Iterator[set[GradBuffer]]:
-        """Yield, for each segment, the buffers that have memory during its backward if every buffer
-        is freed after its reduction. Call this after `attach`."""
+        """Yield, for each segment, the buffers that have memory during its backward. The result is
+        for the case that every buffer is freed after its reduction. Call this after `attach`."""
         last = {b: n for n, (_, of_segment) in enumerate(self._segments) for b in of_segment}
         for number, (stage, _) in enumerate(self._segments):
             if self._frees_early:
@@ -490,8 +491,9 @@ class GradReducer:
         """Wait for copies of gradients to the host until `buffer` can be allocated. Raise
         ConfigError if the gradients would then exceed `limit_bytes`.
 
-        A buffer that the present backward does not need is still allocated if its segment is used
-        again, or if the order of use is not that of the segments.
+        A buffer that the present backward does not need can still have memory, if its segment is
+        used again or if the segments are used in another order. If there is not enough space, such
+        buffers are reduced first.
         """
         assert isinstance(self._strategy, ReducePerMicrobatch)
         freed = [b for b in {**self.allocated, buffer: None} if self._strategy.frees(b)]
@@ -503,8 +505,8 @@ class GradReducer:
         if needed > self.limit_bytes:
             missing = counted(needed - int(self.limit_bytes), "byte")
             raise ConfigError(
-                "a module calls another module, so that backward needs the gradients of "
-                f"{counted(len(freed), 'chunk')} at the same time, such as that of "
+                "a module calls another module, so backward needs the gradients of "
+                f"{counted(len(freed), 'chunk')} at the same time, among them the gradient of "
                 f"{next(iter(buffer.grad_views))}; these gradients exceed device_memory by "
                 f"{missing}; leave out the call, or use host_share and cache_chunks instead of "
                 "device_memory"

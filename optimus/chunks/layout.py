@@ -27,9 +27,9 @@ KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied
 "deterministic" are the sums of deterministic mode, to which microbatches are added in order. "tied"
 are the gradients of further uses of parameters (`optimus.chunks.buffers.FurtherUse`)."""
 MAX_WASTE = 0.01
-"""Padding that is small, as a fraction of the elements of a class. `best_length` compares the
-padding of different chunk lengths in units of a quarter of this fraction, rounded down to whole
-units."""
+"""Padding that is small, as a fraction of the elements of a class. `best_length` rounds the padding
+of each chunk length down to a multiple of a quarter of this fraction, and compares the rounded
+values."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
     """Return the chunk length near `target` that gives a class the least padding.
 
     The length is a multiple of `reduce_size` * ALIGNMENT. The function tries `target`, and the
-    total length of each sequence of consecutive parameters that begins with one of the first
-    parameters of the class. Models repeat their layers, so a length that fits the parameters of
-    some layers also fits the parameters of later layers.
+    total lengths of sequences of consecutive parameters. Only sequences that begin with one of the
+    first `_FIRSTS` parameters of the class are tried. Models repeat their layers, so a length that
+    fits the parameters of some layers also fits the parameters of later layers.
 
     Args:
         sizes: Number of elements of each parameter of the class, in order of first use.

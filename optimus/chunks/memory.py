@@ -100,8 +100,9 @@ def worker(name: str, threads: int) -> ThreadPoolExecutor:
 
 
 def update_threads(threads: int, device: torch.device) -> int:
-    """Return the number of threads that compute on the host while the model computes: the number of
-    cores less one, so that the main thread can launch operations, but at least one.
+    """Return the number of threads that compute on the host while the model computes. This is the
+    number of cores less one, but at least 1. The remaining core is for the main thread, which
+    launches operations.
 
     Args:
         threads: Number of threads with which operations of the main thread compute. If the model
@@ -383,10 +384,10 @@ class Memory:
             into: The target.
             values: A tensor of the same dtype and length.
             after: Function that waits until `values` can be read; None if `values` can be read now.
-            then: Function that is called on the host when the copy to `into`, which must be in host
-                memory, is complete. It is called in another thread if threads make the copies. The
-                functions of several copies are called in the order of the copies. `Copy.wait` waits
-                for the end of the function.
+            then: Function that is called on the host when the copy is complete. With this argument,
+                `into` must be a tensor in host memory. If threads make the copies, the function is
+                called in another thread. The functions of several copies are called in the order of
+                the copies. `Copy.wait` waits for the end of the function.
         """
         self.num_copied += values.nbytes
         if self._has_threads:

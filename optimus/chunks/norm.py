@@ -29,8 +29,8 @@ def squares_of(flat: Tensor, exact: bool) -> Tensor:
 
 
 def new_total(exact: bool, device: torch.device) -> Tensor:
-    """Return a zero on `device`, in the form of the results of `squares_of` with the same `exact`,
-    to which sums of squares are added."""
+    """Return a zero on `device`. The results of `squares_of` with the same `exact` can be added to
+    it."""
     return new_bins(device) if exact else torch.zeros((), dtype=torch.float64, device=device)
 
 

@@ -1,10 +1,11 @@
 """Optimizers that update shards of chunks. An optimizer declares its moments, and each shard has
 memory for them.
 
-Adafactor and SM3 are not implemented. They keep a statistic for each row and column of a parameter
-instead of each element. Such an optimizer would need shards that begin with a row of a parameter,
-and therefore slots whose start and length are multiples of the length of a row. It would also have
-to reduce its statistics of columns over the shard group, with a sum (Adafactor) or a maximum (SM3).
+Adafactor and SM3 are not implemented. They keep a statistic for each row and for each column of a
+parameter, and not for each element. Such an optimizer would need shards that begin with a row of a
+parameter, and therefore slots whose start and length are multiples of the length of a row. It would
+also have to reduce its statistics of columns over the shard group, with a sum (Adafactor) or a
+maximum (SM3).
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class ParamStore:
     begins only at the use, so that all ranks gather in the same order.
 
     With transient chunks, a training step normally uses the model's segments in the order of
-    `plan`. From the first use in another order to the end of the step, and outside of a step, the
-    plan does not apply. The store then frees the chunk whose next use is the latest according to
-    `likely_uses`. A gather is a collective. Therefore all ranks of a shard group must call `use`
-    for the same segments in the same order.
+    `plan`. The plan does not apply outside of a step. After a use in another order, it does not
+    apply to the rest of the step. Without a plan, if the cache is full, the store frees the chunk
+    whose next use is the latest according to `likely_uses`. A gather is a collective. Therefore all
+    ranks of a shard group must call `use` for the same segments in the same order.
 
     Args:
         chunk_states: All chunks of this rank.

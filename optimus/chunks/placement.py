@@ -2,11 +2,13 @@
 disk, the size of the cache, and the order of the microbatches.
 
 The search estimates the time of a step as the time for which the busiest resource is busy
-(`Workload.estimate`). The resources are the device, each direction of the link between the host and
-the device, the host, which updates chunks, and the disk. The search then simulates the placements
-with the shortest estimates, and selects the placement with the shortest simulated step. Elixir
-(arXiv 2212.05339, section 5.1) instead compares two ratios of saved time to memory, `cache_benefit`
-and `upload_benefit`, which assume that computation, copies and updates do not overlap.
+(`Workload.estimate`). The resources are the device, the host (for updates of chunks), the disk, and
+each direction of the link between host and device. The search then simulates the placements with
+the shortest estimates, and selects the placement with the shortest simulated step.
+
+Elixir (arXiv 2212.05339, section 5.1) instead compares two benefits: the time that each byte saves
+in the cache (`cache_benefit`), and the time that each byte saves in chunks on the device
+(`upload_benefit`). Both benefits assume that computation, copies and updates do not overlap.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class ChunkCost(NamedTuple):
     """Bytes of the masters and moments in the file of states on disk, for a chunk with states on
     disk. Each update reads and writes these bytes."""
     saved: int = 0
-    """Bytes in the file of states on disk for the copies that `checkpoint.async_save` makes of the
+    """Bytes that `checkpoint.async_save` needs in the file of states on disk, for its copies of the
     masters and moments. `file` does not include these bytes."""
 
 
@@ -101,11 +103,11 @@ class Workload:
     known."""
     all_on_host: bool = False
     """True to search only placements with all chunks on the host. This is necessary with
-    optim.resident = "cache", where chunks on the device would also need slots, because a `Workload`
-    counts slots only for chunks on the host."""
+    optim.resident = "cache". With this setting, chunks on the device would also need slots, but a
+    `Workload` counts slots only for chunks on the host."""
     further: int = 0
-    """Number of microbatches of a step in addition to those in `uses`. Their uses repeat those in
-    the middle of `uses`, with one forward and one backward of each segment per microbatch."""
+    """Number of microbatches of a step that are not in `uses`. Each of them has the same uses as a
+    microbatch in the middle of `uses`: one forward and one backward of each segment."""
 
     @cached_property
     def _listed(self) -> int:
@@ -140,9 +142,9 @@ class Workload:
         return int(self._uncached[num_host]) + sum(self._largest(num_host)[:slots].tolist())
 
     def most_slots(self, num_host: int, device_memory: int) -> int | None:
-        """Return the largest number of slots of the cache for which the bytes on the device are at
-        most `device_memory` if the last `num_host` chunks are on the host; None if the smallest
-        possible cache does not fit."""
+        """Return the largest number of slots of the cache with which the bytes on the device are at
+        most `device_memory`; None if the smallest possible cache does not fit. The last `num_host`
+        chunks are on the host."""
         gathered = self._largest(num_host).cumsum()
         slots = int(gathered.searchsorted(device_memory - self._uncached[num_host], "right"))
         return slots if slots >= self.fewest_slots(num_host) else None
@@ -175,7 +177,7 @@ class Workload:
         return trained[spread_evenly(num_disk, len(trained))]
 
     def fewest_on_disk(self, num_host: int, host_memory: int, disk_memory: int) -> int | None:
-        """Return the smallest number of chunks with states on disk for which the states of the last
+        """Return the smallest number of chunks that must have states on disk, so that the last
         `num_host` chunks fit into `host_memory` and `disk_memory` bytes; None if no number is
         sufficient."""
         if self.host(num_host) <= host_memory:
@@ -232,8 +234,7 @@ class Workload:
 
     @cached_property
     def _gathered_s(self) -> np.ndarray:
-        """For each number of chunks on the host, the sum of the seconds of one gather of each of
-        these chunks."""
+        """Seconds to gather all chunks on the host once, for each number of these chunks."""
         seconds = self.gather_s or [0.0] * len(self.chunks)
         return np.concatenate([[0.0], np.cumsum(seconds[::-1])])
 
@@ -243,8 +244,8 @@ class Workload:
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """The largest number of chunks on the host that a segment needs, for each number of chunks
-        on the host."""
+        """For each number of chunks on the host, the largest number of these chunks that any
+        segment needs."""
         last = len(self.chunks)
         is_needed = np.zeros((len(self.needs), last + 1), dtype=bool)
         for row, chunks in zip(is_needed, self.needs, strict=True):
@@ -269,11 +270,11 @@ class Workload:
     ) -> float:
         """Return the estimated time of a step, in seconds.
 
-        The estimate is the largest of several times. One is a sum: the computation, the gathers,
-        `end_s`, and the reads and updates for which the first forward waits. The others are the
-        times for which the link copies in each direction, the host updates and the disk writes. The
-        number of gathers is that of a step with one chunk for each segment, as in
-        `optimus.chunks.residency`.
+        The estimate is the largest of these times: the times of all copies in each direction of the
+        link; the time of all updates on the host; the time of all writes to disk; and the sum of
+        the computation, the gathers, `end_s`, and the reads and updates for which the first forward
+        waits. The number of gathers is computed as for a step with one chunk for each segment
+        (`optimus.chunks.residency`).
 
         Args:
             num_host: Number of chunks on the host.
@@ -309,8 +310,8 @@ class Workload:
         self, num_host: int, slots: int, links: Links, num_disk: int = 0, spare: float = 0.0
     ) -> StepTime:
         """Return the simulated time of a step that does not clip. The arguments are those of
-        `estimate`. The time is linear in the number of microbatches `further`: each of them takes
-        as long as the one in the middle of `uses`."""
+        `estimate`. The time is linear in `further`: each further microbatch takes as long as a
+        microbatch in the middle of `uses`."""
         assert not (self.further and num_disk), "the disk may write longer than the listed uses"
         time = predict_step(self.step_work(num_host, slots, num_disk, spare), links)
         if not self.further:
@@ -358,7 +359,7 @@ def spread_evenly(count: int, total: int) -> np.ndarray:
 
 def choose_spare(sizes: Sequence[int], limit: float) -> list[int]:
     """Return the indices of the chunks that have spare buffers for early updates: as many of the
-    last chunks as `limit` bytes allow, because backward completes their gradients first.
+    last chunks as `limit` bytes allow. Backward completes the gradients of the last chunks first.
 
     Args:
         sizes: Bytes of the spare buffers of each chunk in order of first use; 0 for a chunk that
@@ -430,10 +431,11 @@ class NoPlacement(Exception):
     """No placement fits.
 
     Attributes:
-        needs: Bytes of the placement that is nearest to the limits. If some placements fit on the
-            device, this is the placement with the fewest bytes on the host among them. Otherwise,
-            if some placements fit on the host, this is the placement with the fewest bytes on the
-            device among them. Otherwise, this is the placement with the fewest bytes on the device.
+        needs: Bytes of the placement that is nearest to the limits. If placements fit on the
+            device, only these are compared, and the placement with the fewest bytes on the host is
+            the nearest. If no placement fits on the device, the placement with the fewest bytes on
+            the device is the nearest. In this case, only placements that fit on the host are
+            compared, if there are any.
     """
 
     def __init__(self, needs: TierBytes) -> None:
@@ -450,9 +452,9 @@ def search(
 ) -> SimulatedPlacement:
     """Return the placement with the shortest step.
 
-    For each number of chunks on the host, the search considers a single placement: the cache is as
-    large as the device memory allows, and as few chunks have states on disk as the host memory
-    allows. The placements with the shortest estimated steps are simulated.
+    For each number of chunks on the host, the search considers a single placement. Its cache is as
+    large as the device memory allows, and its number of chunks with states on disk is as small as
+    the host memory allows. The placements with the shortest estimated steps are simulated.
 
     Args:
         workloads: A workload of the rank for each possible order of the microbatches and each
@@ -506,9 +508,11 @@ _SIMULATED = 4
 def smallest_capacity(workloads: Sequence[Workload], capacity: TierBytes) -> tuple[int, int]:
     """Return two numbers of bytes: the smallest device memory of the placements that fit on the
     host, and the smallest host memory of the placements that fit on the device. All these
-    placements have at most `capacity.disk` bytes on disk. If no placement fits on the host (first
-    number) or on the device (second number), the number is that of the placement with the fewest
-    bytes on the device."""
+    placements have at most `capacity.disk` bytes on disk.
+
+    If no placement fits on the host, the first number is the smallest device memory of all
+    placements. If no placement fits on the device, the second number is the host memory of the
+    placement with the fewest bytes on the device."""
     device = _nearest(workloads, capacity._replace(device=-1)).device
     return device, _nearest(workloads, capacity._replace(host=-1)).host
 

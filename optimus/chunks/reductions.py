@@ -43,9 +43,11 @@ class ReduceOnce:
     `overlap`, backward continues during the reductions, and `finish` waits until all of them are
     complete.
 
-    A reduction needs additional memory in two cases: for a copy of the gradients, if they are
-    converted to another dtype; and if several ranks have the same shard, for the piece of the shard
-    that each of these ranks receives before `finish` gathers the pieces.
+    A reduction needs additional memory in three cases. If the gradients have another dtype than
+    `dtype`, a converted copy of them is reduced. If the states are sharded and `grad` has another
+    dtype than `dtype`, the result is received in a separate tensor. If several ranks have the same
+    shard, each of these ranks receives a piece of the shard in a separate tensor, and `finish`
+    gathers the pieces.
     """
 
     def __init__(self, dtype: torch.dtype, overlap: bool) -> None:
@@ -150,8 +152,8 @@ class ReducePerMicrobatch:
 
     With `rounds`, the gradients of each backward are rounded to bf16 once, before they are added.
     The gradients of a buffer whose home is the host are rounded before they are copied to the host,
-    so that the copy moves 2 bytes per element. Without `rounds`, a buffer on the device to which
-    only one rank adds is not reduced.
+    so that the copy moves 2 bytes per element. Without `rounds`, a buffer is not reduced if its
+    home is the device and its reduce group has a single rank.
     """
 
     def __init__(
@@ -284,8 +286,8 @@ class ReducePerMicrobatch:
             buffer.grads.zero_()
 
     def limit_copies(self, num_bytes: float) -> None:
-        """Wait for copies of gradients to the host until those in progress have at most `num_bytes`
-        bytes on the device."""
+        """Wait for copies of gradients to the host, until the copies that are still in progress
+        need at most `num_bytes` bytes on the device."""
         while sum(copying.values.nbytes for copying in self._copying) > num_bytes:
             self._complete_copies(len(self._copying) - 1)
 
@@ -404,9 +406,9 @@ class ReducePerMicrobatch:
 
 
 def _blocks(piece: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of corresponding blocks of `piece` and `values`; a single pair with the whole
-    tensors if their dtypes are equal. For operands of different dtypes, torch first converts a
-    whole operand. An operation on blocks, which fit in a CPU cache, is three times as fast as on
+    """Yield pairs of corresponding blocks of `piece` and `values`. If their dtypes are equal, yield
+    a single pair with the whole tensors. For operands of different dtypes, torch first converts a
+    whole operand. Blocks fit in a CPU cache, so an operation on blocks is three times as fast as on
     whole tensors."""
     length = len(piece) if values.dtype is piece.dtype else _BLOCK
     return zip(piece.split(length), values.split(length), strict=True)
@@ -422,8 +424,9 @@ def most_gradients(
     copied: Sequence[int] | np.ndarray,
     reduction: int,
 ) -> np.ndarray:
-    """Return, for each n from 0 to the number of buffers, the largest number of bytes on the device
-    during a backward that the last n buffers and their reductions need.
+    """Return the largest number of bytes on the device that buffers and their reductions need
+    during a backward. Element n of the result is for the last n buffers, from n = 0 to the number
+    of buffers.
 
     While a segment computes, the gradients of other segments are copied to the host, at most
     `MAX_COPYING` buffers at the same time. A reduction waits until only `MAX_COPYING` - 1 buffers

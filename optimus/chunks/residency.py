@@ -34,8 +34,8 @@ from optimus.config.machine import Links
 
 NEVER = float("inf")
 MAX_COPYING = 2
-"""Largest number of gradient buffers whose copies to the host, including the addition on the host
-that follows each copy, are in progress at the same time."""
+"""Largest number of gradient buffers that are copied to the host at the same time. A copy counts
+until the host has added the copied gradients to their sum."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,9 @@ class Residency:
     links: Links | None = None
     """Rates of the links of an emulated device; None to copy without delay."""
     rounds_gradients: bool = False
-    """True to round gradients to bf16 once: before they are copied to the host or, for a chunk on
-    the device, before they are added to the sum over microbatches."""
+    """True to round gradients to bf16 once. For a chunk on the host, they are rounded before they
+    are copied to the host. For a chunk on the device, they are rounded before they are added to the
+    sum over microbatches."""
 
     def __post_init__(self) -> None:
         is_transient = self.divides_parameters or self.host_share > 0
@@ -204,10 +205,10 @@ def likely_uses(
     """Return the segments that will probably be used after the present use, in order. Call this
     function when the plan does not contain the present use.
 
-    In training, the backward of all segments in reverse order follows a forward through all
-    segments, and another forward follows the backward. If a forward uses a segment that precedes
-    the segment of the last backward, this forward is assumed to recompute the segments between
-    these two. Without training, another forward follows a forward.
+    In training, a forward through all segments is followed by a backward through all segments in
+    reverse order, and then by the next forward. A forward of a segment that precedes the segment of
+    the last backward is assumed to be a recomputation. The recomputation ends before the segment of
+    the last backward. Without training, a forward is followed by the next forward.
 
     Args:
         num_segments: Number of segments, numbered in order of first use.
@@ -225,8 +226,8 @@ def likely_uses(
 
 
 def _following_uses(uses: Sequence[Use]) -> list[dict[int, float]]:
-    """Return, for each use, a dict from each chunk that the use needs to the index of the next use
-    of this chunk, or NEVER."""
+    """Return a dict for each use. The keys are the chunks that the use needs. The values are the
+    indices of the next uses of these chunks, or NEVER."""
     latest: dict[int, float] = {}
     following: list[dict[int, float]] = []
     for index in range(len(uses) - 1, -1, -1):
@@ -256,8 +257,8 @@ def _begin_early(
     """Yield the steps of the plan, in which gathers begin early.
 
     Gathers begin in the order of the uses that need them. Each gather begins as soon as there is a
-    slot for it: a free slot, or the slot of a victim that no use needs before the use for which the
-    gather begins.
+    slot for it. This is a free slot, or the slot of a victim whose next use is after the use that
+    needs the gather.
     """
     waiting = deque(index for index, demand in enumerate(on_demand) if demand.missing)
     resident: set[int] = set()

@@ -22,9 +22,9 @@ class ModelSegment:
     parameters: tuple[str, ...]
     """Names of the segment's parameters and of each `FurtherUse` in it."""
     register: Callable[[Hook, Hook | None], None]
-    """Function that registers two hooks, its arguments `before_forward` and `before_backward`. The
-    first hook runs before each forward of the segment. The second hook runs before each backward;
-    None for no such hook."""
+    """Function that registers its two arguments as hooks. The first hook runs before each forward
+    of the segment, the second hook before each backward. The second argument is None if no hook
+    runs before a backward."""
 
 
 def register_uses(

@@ -298,6 +298,5 @@ def round_up(size: int) -> int:
 
 
 def align(buffer: Tensor) -> Tensor:
-    """Return the view of a uint8 buffer that begins at the first address in the buffer that is a
-    multiple of ALIGNED."""
+    """Return a view of a uint8 buffer, from the first address that is a multiple of ALIGNED."""
     return buffer[-buffer.data_ptr() % ALIGNED :]

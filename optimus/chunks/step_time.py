@@ -71,10 +71,11 @@ class StepTime:
     host_adam: float
     """Time for which the host updates chunks."""
     chain: float
-    """Shortest time of the operations that must follow each other if the updates need the norm of
-    all gradients. These operations are the uses before the first backward, with the updates and
-    copies for which they wait; the uses from the first backward to the last forward; and the uses
-    after the last forward, with the copies of their gradients to the host."""
+    """Shortest time of three phases of a step, which follow each other if the updates need the norm
+    of all gradients. The first phase consists of the uses before the first backward, and of the
+    updates and copies for which these uses wait. The second phase consists of the uses from the
+    first backward to the last forward. The third phase consists of the uses after the last forward,
+    and of the copies of their gradients to the host."""
     disk_read: float = 0.0
     """Time for which the disk reads states."""
     disk_write: float = 0.0
@@ -91,9 +92,9 @@ class StepTime:
 
     @property
     def shortest(self) -> float:
-        """Lower bound of the time of a step, for any order of its operations in which the
-        parameters keep their values until the norm of all gradients is known. Before that time,
-        updates write new values only to the spare buffers of chunks."""
+        """Lower bound of the time of a step, for any order of its operations. The only condition is
+        that the parameters keep their values until the norm of all gradients is known. Before that
+        time, updates write new values only to the spare buffers of chunks."""
         return max(self.limit, self.chain)
 
 
