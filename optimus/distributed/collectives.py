@@ -46,8 +46,8 @@ class Group:
         rank: Index of this rank within the group.
         handle: Weak reference to torch's process group; None if the group has no process group.
         axes: Names of the mesh axes along which the ranks differ, for error messages and recorders.
-        recorder: Recorder that receives the collectives of tensors and the sent messages of this
-            group.
+        recorder: Recorder that receives each collective of tensors over this group, and each
+            message that this rank sends in the group.
     """
 
     size: int

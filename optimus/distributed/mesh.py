@@ -158,8 +158,9 @@ class GroupAxes(NamedTuple):
     """Axes of `reduce` along which ranks have the same shard of the states."""
     partial: Axes
     copy: Axes
-    """Axes along which ranks have the same shard of the states: `replica`, and axes along which
-    ranks read the same data, such as tp for a parameter that tp does not divide."""
+    """Axes along which ranks have the same shard of the states. They are the axes in `replica`, and
+    the axes along which ranks read the same data, such as tp for a parameter that tp does not
+    divide."""
     stages: Axes
 
 

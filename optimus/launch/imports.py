@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def without_collections() -> Iterator[None]:
     """Context manager that disables Python's garbage collection.
 
-    Garbage collections take a tenth of the processor time that a run needs for its imports, and a
-    fifth of the processor time of a profile of activations (optimus/rank/profile.py). They find
+    In a run, garbage collections take a tenth of the processor time of the imports, and a fifth of
+    the processor time of a profile of activations (optimus/rank/profile.py). These collections find
     little garbage.
     """
     was_enabled = gc.isenabled()

@@ -40,9 +40,9 @@ _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 NO_VARIABLES: Mapping[str, str] = {}
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of outcome in order of precedence. The run has the exit status of the first kind in this
-list with which a rank has ended. If no rank has ended with a kind in this list, but the exit status
-of a rank is not 0, the run has the exit status of LOST_PEER."""
+"""Kinds of outcome in order of precedence. If ranks have ended with kinds in this list, the run has
+the exit status of the first of these kinds. Otherwise, if the exit status of a rank is not 0, the
+run has the exit status of LOST_PEER."""
 
 
 def spawn_local(
