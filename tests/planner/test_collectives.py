@@ -46,9 +46,9 @@ def test_halving_has_log2_steps_and_the_bytes_of_a_ring():
 
 
 def test_halving_sends_least_over_the_slowest_level():
-    """From each step of recursive halving to the next, as in oneCCL, the distance between the ranks
-    that exchange data doubles, and the number of bytes halves. In a ring, the bytes that leave a
-    domain have the total rate of all ranks of the domain."""
+    """In each step of recursive halving (as in oneCCL), ranks exchange half as many bytes as in the
+    previous step, and over twice the distance. In a ring, the bytes that leave a domain are sent at
+    the total rate of all ranks of the domain."""
     ranks = row(32)
     halving = collective_s("reduce_scatter", SIZE, ranks, LINKS, "halving")
     # 1/2 and 1/4 within nodes at 100, 1/8 and 1/16 between nodes at 10, 1/32 between groups at 5.

@@ -179,10 +179,10 @@ def test_plan_suggests_offloading_if_few_layouts_fit_without_it(tmp_path, capsys
 
 
 def test_plan_of_a_replica_names_a_command_that_fits(tmp_path, capsys):
-    """Without --nodes, the plan is for one replica, which does not fit. On the 4 ranks of a node,
-    the run fits without another change if optimizer states are sharded, and otherwise only with
-    changes. The proposed command contains `--nodes 1` only if the command would otherwise plan
-    another layout."""
+    """Without --nodes, the plan is for one replica, which does not fit. With sharded optimizer
+    states, the run fits on the 4 ranks of a node. Without sharding, it fits only if settings are
+    changed. The proposed command contains `--nodes 1` only if the command without `--nodes` would
+    plan another layout."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))

@@ -141,7 +141,8 @@ def test_the_ends_of_all_pipelines_count():
 
 def test_aligned_hosts_that_fill_groups_have_the_process_groups_of_a_plan_without_hosts():
     """If the process groups are aligned to nodes and to groups of nodes, all process groups of an
-    axis have equal times, so the first represents all others, as in a plan without hosts."""
+    axis have equal times, so the first process group represents all others, as in a plan without
+    hosts."""
     for mesh in (Mesh(dp=8, tp=2), Mesh(pp=2, dp=2, ep=2, tp=2), Mesh(pp=4, ep=4)):
         groups = dict(groups_of(mesh, topology("AAAABBBB")))
         del groups[STAGES]
@@ -153,8 +154,8 @@ def test_aligned_hosts_that_fill_groups_have_the_process_groups_of_a_plan_withou
 
 def test_process_groups_that_are_not_aligned_count_in_any_order_of_the_hosts():
     """A group of nodes has 8 ranks. With ep = 3, the ranks of the first process group are on two
-    neighbouring nodes. The third process group crosses groups of nodes, even if the hosts fill
-    group after group, and determines the time."""
+    neighbouring nodes. The third process group determines the time. Its ranks are in different
+    groups of nodes, even if the hosts fill group after group."""
     mesh, seconds = Mesh(dp=4, ep=3), []
     for letters in ("AAAABB", "AABABA"):
         groups = groups_of(mesh, topology(letters))["ep"]
@@ -216,8 +217,8 @@ def planned(capsys, *options: str) -> dict:
 
 def test_a_plan_has_the_step_time_of_the_hosts_and_of_a_better_order(tmp_path, capsys):
     """A run has 256 nodes in 4 racks, and stages of 32 nodes. With hosts in random order, a step
-    takes longer than with ordered hosts. The plan prints the step time of the better order, which
-    --write-hosts writes."""
+    takes longer than with ordered hosts. The plan prints the step time of the better order. The
+    option --write-hosts writes this order to a file."""
     plain = planned(capsys, "--nodes", "256")
     ordered = planned(capsys, "--hosts", hosts_file(tmp_path / "ordered", 4, 256, False))
     assert ordered["step"] == plain["step"] and "better_step_s" not in ordered

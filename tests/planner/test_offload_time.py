@@ -89,8 +89,9 @@ def test_a_rank_alone_takes_the_time_that_the_simulation_of_its_copies_predicts(
     ],
 )
 def test_with_unlimited_links_a_step_takes_the_time_without_offloading(settings):
-    """The step with offloading is shorter by the time of the update on the device, because the host
-    updates all chunks, here in no time. The device only checks and clears gradients."""
+    """With offloading, the host updates all chunks. In this test, the updates take no time on the
+    host. The step is therefore shorter by the time of the update on the device. The device only
+    checks and clears gradients."""
     step, plain = timed(UNLIMITED, **MANUAL, **settings), plain_s(**settings)
     assert step.time.offload_s == pytest.approx(0, abs=1e-12)
     assert step.time.compute_s == pytest.approx(plain.compute_s)

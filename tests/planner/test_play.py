@@ -72,8 +72,8 @@ def test_collectives_end_before_the_update_and_share_the_port_with_sends():
 
 
 FAST, SLOW = (1.0, 0.0), (0.0, 1.0)
-"""Loads on the ports of the two levels: of a transfer within a node, and of a transfer between
-nodes."""
+"""Loads of a transfer on the ports of the two levels. FAST is a transfer within a node, and SLOW is
+a transfer between nodes."""
 
 
 def two_senders(first: Transfer, second: Transfer, shared: SharedLevel | None) -> list[float]:

@@ -71,8 +71,8 @@ def test_span_of_gpipe_and_of_zero_bubble():
 def test_transfers_occupy_the_cores_of_a_cpu(formula):
     """On a CPU, a transfer occupies the cores of the sender and of the receiver for half of its
     time. A pipeline of two ranks has one transfer for each pass of each microbatch. The step
-    becomes longer by these half transfers in both passes of 4 microbatches on a rank, and of one
-    microbatch on the other rank."""
+    becomes longer by 2 * (4 + 1) of these half transfers: for both passes of 4 microbatches on a
+    rank, and of one microbatch on the other rank."""
     layers = (Layers((Pass(1e11),), (Pass(2e11),)),)
     step = Step((layers,) * 2, 4, {"pp": [(0, 8)]}, transfer_bytes=1e8)
     cpu = dataclasses.replace(a100(), launches_queue=False)
@@ -122,8 +122,8 @@ def test_transfers_on_a_cpu_of_three_ranks_take_the_time_of_the_busiest_rank(hea
 
 @pytest.mark.parametrize("heaviest", [1.0, 1.04, 1.5])
 def test_components_of_three_ranks_on_a_cpu_add_up_to_the_simulated_step(heaviest):
-    """The last rank has the longest passes, but with 1.04 times the passes of the middle rank, the
-    middle rank is busier, because it has more transfers."""
+    """The middle rank has more transfers than the last rank. It is therefore busier, even if the
+    passes of the last rank take 1.04 times as long as those of the middle rank."""
     sizes = (1e11, 1e11, heaviest * 1e11)
     stages = tuple((Layers((Pass(size),), (Pass(2 * size),)),) for size in sizes)
     step = Step(stages, 40, {"pp": [(0, 8, 16)]}, transfer_bytes=2e8)
@@ -166,7 +166,8 @@ def test_span_of_unequal_stages_is_close_to_the_simulation():
 @pytest.mark.parametrize("model", ["mula-1b", "mula-7b-a1b", "olmo-1b"])
 def test_products_of_a_layer_have_the_flops_of_the_model(model):
     """The products of a layer have the FLOPs by which MFU is defined. MFU counts all attention
-    scores, but fused attention skips the masked half, so this test doubles its FLOPs."""
+    scores, but fused attention skips the masked half of the scores. This test therefore doubles the
+    FLOPs of fused attention."""
     settings = ["train.seq_len=2048", "train.microbatch_size=2", "model.num_layers=2"]
     config = load_config(FOLDER.parent / "model" / f"{model}.toml", settings)
     work = profile_work(config, Mesh(1, 1, 1, 1))

@@ -57,8 +57,8 @@ def test_edges_of_a_ring_that_cross_racks_depend_on_the_order(order, share):
 
 def test_halving_sends_least_over_the_largest_distance():
     """If the replicas of a stage are on successive nodes, only the last step of recursive halving,
-    with 1/16 of the buffer, sends data between racks. If the nodes alternate between racks, the
-    first step, with 1/2 of the buffer, does."""
+    with 1/16 of the buffer, sends data between racks. If the nodes alternate between racks, only
+    the first step, with 1/2 of the buffer, sends data between racks."""
     topology = racks(lambda node: node % 16 * 8 + node // 16)
     crossing = all_reduce_crossing(RACKS, ("dp",), topology, "halving")
     assert crossing.groups == pytest.approx(1536 * 2 / 16)
@@ -288,8 +288,9 @@ def test_estimated_bytes_of_tp_are_those_of_the_operations_of_the_layers():
 
 
 def test_an_order_that_sends_more_known_bytes_is_no_better_order(monkeypatch):
-    """An order of the hosts is better only if neither the known bytes across groups nor the bytes
-    over axes with unknown sizes increase. Otherwise, a step could be slower."""
+    """Two sums count the bytes that cross groups of nodes: a sum over the axes whose bytes in a
+    step are known, and a sum over the other axes. An order of the hosts that increases one of these
+    sums is not better, because a step could be slower."""
     config, mesh = load_config(SMALLER), Mesh(dp=48)
     hosts = tuple(f"x{rack}c0s{slot}b0n0" for rack, slot in ((1, 0), (2, 0), (2, 1), (1, 1)))
     machine = load_machine("aurora")

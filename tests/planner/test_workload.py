@@ -32,8 +32,8 @@ RUNS = FOLDER.parent / "run"
     ],
 )
 def test_work_of_a_step_is_that_of_the_profile_of_its_stages(model, overrides):
-    """The operations and collectives of a planned step equal those in `profile_stages`, the profile
-    of the real stages, from which the memory of a plan is computed."""
+    """The operations and collectives of a planned step equal those in the profile of the real
+    stages (`profile_stages`). The memory of a plan is computed from this profile."""
     settings = ["parallel.dp=1", "model.num_layers=4", "train.global_batch_tokens=0", *overrides]
     config = load_config(RUNS / f"{model}.toml", settings)
     mesh = make_mesh(config.parallel)
@@ -80,10 +80,9 @@ def test_parameters_of_the_stages_are_those_of_the_model(run):
 
 def test_an_update_reads_and_writes_states_gradients_and_parameters():
     """For each parameter that a rank updates, this rank reads and writes the fp32 master and
-    moments
-    (24 bytes), writes the bf16 parameter (2 bytes), and reads the bf16 gradient for the update and
-    for the norm (2 bytes each). For all parameters, it reads and clears the fp32 gradient (8
-    bytes)."""
+    moments (24 bytes), writes the bf16 parameter (2 bytes), and reads the bf16 gradient twice, for
+    the update and for the norm (2 bytes each). For each parameter of the model, the rank reads and
+    clears the fp32 gradient (8 bytes)."""
     config = load_config(RUNS / "mula-7b-a1b.toml", ["optim.sharding=epso"])
     update = step_of(config, Mesh(dp=384)).update
     parameters = count_parameters(config.model)[0]
@@ -159,8 +158,8 @@ def test_offloading_is_refused():
 
 
 class _GradientBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are checked for values that are not finite or set to
-    zero."""
+    """Counts the bytes of two kinds of tensors: tensors that are set to zero, and tensors that are
+    checked for values that are not finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +172,8 @@ class _GradientBytes(TorchDispatchMode):
 
 
 def checked_and_cleared(tree: dict) -> tuple[float, float]:
-    """Return the planned and the counted bytes of gradients of a rank that an update checks and
-    clears."""
+    """Return two numbers of bytes for this rank, the planned and the counted bytes of the gradients
+    that an update checks and clears."""
     config, _, groups, plan, _, states, updater = make_updater(tree)
     batch = local_batch(groups, 4, length=config.train.seq_len)
     updater.run(1, batch)
