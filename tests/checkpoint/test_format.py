@@ -148,8 +148,8 @@ def test_a_commit_that_fails_after_the_rename_reverts_it(tmp_path, monkeypatch):
 
 
 def test_a_stop_after_the_rename_is_refused(tmp_path, monkeypatch):
-    """After the rename, a commit does not read the manifest, because a read could fail. A request
-    to stop then has no effect."""
+    """After the rename, a request to stop has no effect. The commit also does not read the manifest
+    after the rename, because this read could fail."""
     plain = store.read_manifest
 
     def read(path):

@@ -229,9 +229,9 @@ def test_the_end_token_of_the_data_precedes_the_configured_tokens(run_dir):
 
 
 def source_directory(directory: Path, run: Path, **generation: object) -> dict[str, bytes]:
-    """Make a Hugging Face directory like those that are published, with `generation` added to
-    generation_config.json. Return a dict from the name to the content of each file that a
-    conversion must keep."""
+    """Make a Hugging Face directory that has the files of a published directory. Add `generation`
+    to its generation_config.json. Return the contents of the files that a conversion must keep, by
+    file name."""
     assert main(["convert", "to-hf", str(run), str(directory)]) == 0
     config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 77}
     config |= {"pad_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizerFast", "x": 1}

@@ -73,8 +73,8 @@ def test_whole_blocks_are_written_directly_if_possible(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, direct):
-    """`finish` must sync the file, because the commit follows as soon as all writers have finished
-    and does not sync shard files."""
+    """`finish` must sync the file. The commit begins as soon as all writers have finished, and it
+    does not sync shard files."""
     synced, fsync = [], os.fsync
 
     def look(fd):

@@ -1,5 +1,6 @@
-"""`optimus study moe`, which reproduces Table 3 of the Optimus paper: a plain loop over the experts
-has the same results as the experts of Optimus, and the speed-ups are consistent with each other."""
+"""Tests of `optimus study moe`, which reproduces Table 3 of the Optimus paper. A plain loop over
+the experts has the same results as the experts of Optimus, and the speed-ups are consistent with
+each other."""
 
 from __future__ import annotations
 

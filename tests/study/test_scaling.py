@@ -62,8 +62,8 @@ def metrics(step_s: float, steps: int = STEPS, tokens: int = 256) -> str:
 
 
 def _local(components: StepComponents) -> tuple[float, ...]:
-    """Return the seconds of the components that are above 0 on each rank in every run: compute,
-    optimizer and other."""
+    """Return the seconds of the components compute, optimizer and other. These components are above
+    0 on every rank of every run."""
     return components.compute_s, components.optimizer_s, components.other_s
 
 
