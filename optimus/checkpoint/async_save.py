@@ -6,10 +6,10 @@ ranks compute the greatest `Status` of their threads. This status selects the ne
 
 Threads do not call collectives, because all ranks must call the collectives of a process group in
 the same order, and threads cannot ensure this order. A separate process group for the threads
-would need more connections between all ranks (gloo) or could not use host memory (nccl). Therefore
-a save
-advances only in `poll`: the commit starts at the first `poll` after the last byte is durable, and
-the ranks learn at the first `poll` after the end of the commit that the commit has succeeded.
+would need more connections between all ranks (gloo) or could not use host memory (nccl).
+
+Therefore a save advances only in `poll`. The commit starts at the first `poll` after the last byte
+is durable. At the first `poll` after the commit has ended, the ranks learn its result.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class AsyncSave:
         return outcome
 
     def drain(self) -> Outcome | None:
-        """Call `poll` until the save has ended, or until a thread of a failed save does not stop in
-        time.
+        """Call `poll` until the save has ended. If a thread of a failed save does not stop in
+        time, return without further waiting.
 
         All ranks must call this method.
 

@@ -176,10 +176,9 @@ def _format_show(about: Mapping[str, Any]) -> str:
             facts.append(
                 (
                     "balance",
-                    f"checkpoint.scatter = {about['scatter']}; maximum / mean of the written "
-                    "bytes, in the least even pipeline stage: over ranks "
-                    f"{writers['rank_max_by_mean']:.3f}, over nodes "
-                    f"{writers['node_max_by_mean']:.3f}",
+                    f"checkpoint.scatter = {about['scatter']}; maximum / mean of the bytes "
+                    f"written by a rank: {writers['rank_max_by_mean']:.3f}, by a node: "
+                    f"{writers['node_max_by_mean']:.3f} (greatest ratios of all pipeline stages)",
                 )
             )
     width = max(len(name) for name, _ in facts)

@@ -45,8 +45,9 @@ _TEXTS = (".txt", ".jinja")
 """Suffixes of tokenizer files and chat templates that are copied without a check of their
 content."""
 _SIDECAR_BYTES, _SIDECARS_BYTES = 256 << 20, 1 << 30
-"""Maximum size in bytes of a single tokenizer file, chat template or generation configuration that
-a conversion copies, and maximum size in bytes of all these files together."""
+"""Limits for the files that a conversion copies: tokenizer files, chat templates and the generation
+configuration. The first number is the maximum size in bytes of a single file. The second number is
+the maximum size in bytes of all these files together."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -213,12 +214,13 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the ids of the tokens at which a model ends a text; () if they are unknown.
 
-    The first id is the id of the token that ended the documents in training, read from the
-    manifest. For a manifest of an earlier version without this id, the id is read from the data
-    set, if the data set still exists and has the same tokenizer. A checkpoint that was converted
-    from a Hugging Face directory has no such id. The ids of `model.eos_token_ids` follow. If
-    neither the training data nor `model.eos_token_ids` provides an id, the id is read from the
-    tokenizer files.
+    The first id is the id of the token that ended the documents in training. It is in the manifest
+    of the checkpoint. Earlier versions wrote manifests without this id. For such a manifest, the id
+    is read from the data set, if the data set still exists and has the same tokenizer. A checkpoint
+    that was converted from a Hugging Face directory has no such id.
+
+    The ids of `model.eos_token_ids` follow. If neither the training data nor `model.eos_token_ids`
+    provides an id, the id is read from the tokenizer files.
 
     Args:
         path: A checkpoint or a Hugging Face directory.

@@ -80,8 +80,8 @@ _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
 """Maximum size, in bytes, of a manifest. A save writes a manifest of a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Maximum bytes of a tokenizer or configuration file, and maximum bytes of index.jsonl. An index of
-400,000 slices has 1/40 of the maximum size of index.jsonl."""
+"""Maximum sizes of files, in bytes. The first number applies to a tokenizer or configuration file.
+The second number applies to index.jsonl, and is 40 times the size of an index of 400,000 slices."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 

@@ -70,8 +70,8 @@ class ShardReport(NamedTuple):
 class Index:
     """The content of the index of a full checkpoint.
 
-    The lines of the parameters are not parsed. The method `stored` parses the line of one
-    parameter.
+    The lines of the parameters are kept as text. `stored(name)` parses the line of the
+    parameter `name`.
     """
 
     generation: str

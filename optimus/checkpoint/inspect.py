@@ -187,8 +187,9 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
         A dict with the keys `path`; `checkpoints`, a list of the results of `describe`;
         `next_start`, the name of the checkpoint from which a run with `checkpoint.load = "auto"`
         would continue; and `full_by_model`, the size of the newest valid full checkpoint divided by
-        the size of the newest valid model-only checkpoint. `next_start` is None without a valid
-        full checkpoint. `full_by_model` is None without valid checkpoints of both kinds.
+        the size of the newest valid model-only checkpoint. `next_start` is None if there is no
+        valid full checkpoint. `full_by_model` is None if a valid checkpoint of either kind is
+        missing.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -211,8 +212,9 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
-    """Compare every byte of each checkpoint with the checksums in the checkpoint's manifest, and
-    the names and shapes of its weights with its model configuration. Imports torch.
+    """Compare every byte of each checkpoint with the checksums in the checkpoint's manifest. Also
+    compare the names and shapes of the weights with the model configuration of the checkpoint.
+    Imports torch.
 
     Args:
         path: A checkpoint, or a run directory. For a run directory, all checkpoints outside
@@ -221,8 +223,9 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
 
     Returns:
         A dict with the keys `path`; `valid`, True if no file is damaged; `damaged`, the names of
-        damaged checkpoints; and `checkpoints`, a list of dicts with `name`, `kind`, `bytes`, the
-        duration `s` of the check in seconds, and `problems`, a line for each damaged file.
+        damaged checkpoints; and `checkpoints`, a list with a dict for each checkpoint. This dict
+        has the keys `name`, `kind`, `bytes`, `s` (duration of the check in seconds) and `problems`
+        (a line for each damaged file).
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -271,10 +274,10 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 
     Returns:
         A dict with the keys of `describe`, and `files` (size in bytes of each file), `settings`,
-        `loss_scale`, `mesh` and `writers`. For a valid checkpoint with shard files, the dict also
-        has `tensors`, the number of parameters, and `scatter`, the value of `checkpoint.scatter`;
-        `writers` is then a dict with `files`, the number of shard files, and the keys of `balance`.
-        For other checkpoints, `writers` is None.
+        `loss_scale`, `mesh` and `writers`. A valid checkpoint with shard files also has the keys
+        `tensors` (number of parameters) and `scatter` (value of `checkpoint.scatter`). For such a
+        checkpoint, `writers` is a dict with the key `files` (number of shard files) and, if `mesh`
+        is known, the keys of `balance`. For other checkpoints, `writers` is None.
 
     Raises:
         CheckpointError: There is no checkpoint, the run has no valid full checkpoint, or the
@@ -305,17 +308,18 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
     """Return measures of the balance of shard file sizes over ranks and over nodes.
 
-    The imbalance of sizes is their maximum divided by their mean. This ratio is computed separately
-    for each pipeline stage, because the stages have different parameters.
+    The imbalance of sizes is their maximum divided by their mean. It is computed separately for
+    each pipeline stage, because the stages have different parameters.
 
     Args:
         sizes: Bytes of the shard file of each rank. The keys are ranks.
         ranks: `Manifest.ranks`.
 
     Returns:
-        A dict with the keys `rank_max_by_mean`, the greatest ratio of a stage over its ranks;
-        `node_max_by_mean`, the greatest ratio of a stage over its nodes; and `largest_bytes` and
-        `smallest_bytes`, the largest and the smallest number of bytes of a rank.
+        A dict with four keys. `rank_max_by_mean` is the imbalance of the ranks of a stage: the
+        greatest value of all stages. `node_max_by_mean` is the imbalance of the nodes of a stage:
+        the greatest value of all stages. `largest_bytes` and `smallest_bytes` are the largest and
+        the smallest number of bytes of a rank.
     """
     world = _world(ranks)
     stage = world // ranks["pp"]

@@ -521,11 +521,11 @@ class FullSaver(Saver):
         def check(state: str, batch: StateSlice, values: Tensor) -> None:
             if nonfinite := find_nonfinite(values.numpy(), batch):
                 raise NonFiniteError(
-                    f"non-finite values on rank {rank} ({socket.gethostname()}): after the copy of "
-                    f"the states of step {step} to host memory, {state} of {nonfinite}; no "
+                    f"non-finite values on rank {rank} ({socket.gethostname()}): {state} of "
+                    f"{nonfinite}, in the copy of the states of step {step} in host memory; no "
                     "checkpoint contains non-finite values; check the host's memory, and run the "
-                    "same command again to resume from the newest checkpoint, or from the start if "
-                    "there is none"
+                    "same command again; the run then resumes from the newest checkpoint, or from "
+                    "the start if there is no checkpoint"
                 )
 
         identity = Identity(generation.name, step, rank)

@@ -204,9 +204,9 @@ def slices_to_read(
 ) -> list[StateSlice]:
     """Return the slices that a rank reads from the files of a checkpoint: one share of each shard.
 
-    The rank receives the other shares from the ranks that have the same shard. If a shard has
-    `is_later_copy`, the rank does not read it: it receives all elements from the first pipeline
-    stage that has the parameters. The arguments are as for `slices_to_write`.
+    The rank receives the other shares from the ranks that have the same shard. A shard with
+    `is_later_copy` is not read. Instead, the rank receives all elements of this shard from the
+    first pipeline stage that has the parameters. The arguments are as for `slices_to_write`.
     """
     slices: list[StateSlice] = []
     for number, shard in enumerate(shards):

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 KEPT_FULL = 2
 """Number of newest full checkpoints that `remove_old` keeps."""
 QUARANTINE = "set-aside"
-"""Folder in `checkpoints/`. When a run starts, it moves checkpoints that later starts must not load
-to this folder, for example checkpoints of later steps. No command removes checkpoints from this
-folder."""
+"""Folder in `checkpoints/` for checkpoints that later starts of the run must not load, for example
+checkpoints of later steps. A start of the run moves such checkpoints to this folder. No command
+removes checkpoints from this folder."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to these
 directories."""
@@ -425,12 +425,12 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Workspace) -> None:
-    """Remove the directories of unfinished saves, and move checkpoints that later starts of the run
-    must not load to QUARANTINE.
+    """Remove the directories of unfinished saves. Move checkpoints to QUARANTINE if later starts of
+    the run must not load them.
 
-    Checkpoints of later steps are moved. If the run starts without optimizer states, all full
-    checkpoints are moved. If the run does not start from a checkpoint in its directory, all
-    checkpoints are moved. Call this after the load, so that a failed load does not change the
+    Checkpoints of steps after `start.step` are moved. If the run starts without optimizer states,
+    all full checkpoints are moved. If the run does not start from a checkpoint in its directory,
+    all checkpoints are moved. Call this after the load, so that a failed load does not change the
     directory. A warning names each directory of an unfinished save that cannot be removed.
 
     Args:
@@ -486,8 +486,8 @@ def _set_aside(path: Path, workspace: Workspace) -> None:
 
 
 def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
-    """Move a checkpoint from the path `temporary`, in a workspace, to QUARANTINE in the folder
-    `directory` (`checkpoints/`). The checkpoint gets a unique name that begins with `name`."""
+    """Move the checkpoint at `temporary`, a path in a workspace, to `directory`/QUARANTINE.
+    `directory` is `checkpoints/`. The checkpoint gets a unique name that begins with `name`."""
     aside = directory / QUARANTINE
     files.make_dirs(aside)
     unique = files.temporary_name(aside / name).with_suffix("")
@@ -573,7 +573,7 @@ def space_left(run_dir: str | os.PathLike) -> str:
 
 
 def _is_in_run(path: Path, run_dir: str | os.PathLike) -> bool:
-    """Return True if `path`, or its target if `path` is a link, is a checkpoint of the run."""
+    """Return True if `path` is a checkpoint of the run or a link to a checkpoint of the run."""
     return any(path.samefile(checkpoint) for checkpoint in find_all(run_dir))
 
 
