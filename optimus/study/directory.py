@@ -540,8 +540,8 @@ def _last_error(log: Path) -> str:
 
 
 def local_threads(points: Sequence[Point]) -> int:
-    """Return the number of threads of a rank if this machine runs the points: the number of cores
-    divided by the number of ranks of the largest point. The number is the same for all points.
+    """Return the number of threads of a rank for points that run on this machine. It is the number
+    of cores divided by the number of ranks of the largest point, and is the same for all points.
 
     Raises:
         ConfigError: A point has more ranks than this machine has cores.

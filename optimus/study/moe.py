@@ -55,11 +55,14 @@ COLUMNS = {
     "step_of_optimizer": "training with EPSO",
     "both": "training with both",
 }
-"""Headings of the speed-ups over the baseline. Speed-ups by FastSparseMoE: of forward and backward
-of the experts ("experts"), of forward and backward of the model ("passes"), and of the step
-("step_of_passes"). Speed-ups by EPSO: of the AdamW update ("update"), of the update with its
-communication ("optimizer"), and of the step ("step_of_optimizer"). Speed-up by FastSparseMoE and
-EPSO together: of the step ("both")."""
+"""Headings of the speed-ups over the baseline. The keys are the speed-ups:
+
+- "experts", "passes" and "step_of_passes": FastSparseMoE makes the experts (forward and backward),
+  the model (forward and backward) and the step faster.
+- "update", "optimizer" and "step_of_optimizer": EPSO makes the AdamW update, the update with its
+  communication and the step faster.
+- "both": FastSparseMoE and EPSO together make the step faster.
+"""
 _MOST_UPDATED = 1 << 25
 """Maximum number of parameters in a timed update. If one of the two compared updates has more
 parameters, both numbers are divided by the same factor. The ratio of the times is assumed to stay

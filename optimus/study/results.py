@@ -141,7 +141,7 @@ def _measure(
 
 
 def _middle_components(updates: Sequence[StepComponents]) -> StepComponents:
-    """Return the mean of each component over the middle half of the updates, sorted by step time.
+    """Sort the updates by step time. Return the mean of each component over the middle half.
 
     The sum of these means is between the quartiles of the step times. In contrast, the sum of the
     medians of all components can be far from the median of the step times.

@@ -18,8 +18,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "run"
 MULA = ("mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b")
 """The runs of the Optimus paper."""
 _NODES_FOR_A_BUFFER_NODE = 64
-"""A run gets a buffer node, which replaces a node that fails, for each full or partial set of this
-number of nodes. This number is a choice without a source."""
+"""Number of nodes for each buffer node. A buffer node replaces a node that fails. If a run needs
+several jobs, it gets a buffer node for each full or partial set of this number of nodes. This
+number is a choice without a source."""
 _GIB = 1 << 30
 
 

@@ -344,10 +344,9 @@ def pack_jobs(
 
 
 def _queue_of(machine: Machine, name: str, nodes: int, seconds: int) -> Queue | None:
-    """Return the first queue that takes a job of `nodes` nodes for `seconds` seconds; None if the
-    machine file has no queues. If `name` is not "", consider only the queue with this name, and
-    return None if the machine file has no such queue. Raises ConfigError if no queue takes the
-    job."""
+    """Return the first queue that takes a job of `nodes` nodes for `seconds` seconds. If `name` is
+    not "", consider only the queue with this name. Return None if the machine file has no queue to
+    consider. Raises ConfigError if none of the considered queues takes the job."""
     entries = [entry for entry in machine.queues if name in ("", entry.name)]
     if not entries:
         return None
