@@ -106,9 +106,9 @@ class Embedding(nn.Module):
         """Make backward add the gradient of `weight` to the tensor that `weight_grad()` returns.
 
         Backward then does not allocate a gradient of shape [V, D], and leaves `weight.grad`
-        unchanged. Autograd still runs the post-accumulate-grad hooks of `weight`. If `weight` is
-        not on a CPU, or inside a `DeferredGradients` context, backward accumulates into
-        `weight.grad` as usual.
+        unchanged. Autograd still runs the post-accumulate-grad hooks of `weight`. Backward
+        accumulates into `weight.grad` as usual if `weight` is not on a CPU, or if backward runs
+        inside a `DeferredGradients` context.
 
         Args:
             weight_grad: function that returns a tensor [V, D] of any dtype.

@@ -76,9 +76,9 @@ class Experts(nn.Module):
     def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
         """Make backward write the weight gradients to the tensors that `weight_grads()` returns.
 
-        Backward then leaves `.grad` of gate_up and down unchanged, but still runs their
-        post-accumulate-grad hooks. In compiled code, or if gate_up or down is frozen, this method
-        has no effect: backward accumulates into `.grad` as usual.
+        Backward then leaves the `.grad` of both weights unchanged, but still runs their
+        post-accumulate-grad hooks. In compiled code, or if one of the weights is frozen, this
+        method has no effect: backward accumulates into `.grad` as usual.
         """
         self._weight_grads = weight_grads
 
@@ -132,7 +132,7 @@ class Experts(nn.Module):
 
     def _compute(self, work: kernels.WeightWork) -> None:
         """Run the deferred computation of the weight gradients, accumulate the gradients, and run
-        the post-accumulate-grad hooks of gate_up and down."""
+        the post-accumulate-grad hooks of `gate_up` and `down`."""
         if self._weight_grads is not None:
             work.compute(self._weight_grads())
             for weight in (self.gate_up, self.down):
