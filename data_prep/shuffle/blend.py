@@ -141,12 +141,12 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _MAX_PICKS = 1 << 28
-"""The quotas of a blend are checked only if the product of two numbers is at most _MAX_PICKS: the
-period of the blend's `Mixing`, and the number of sources. Larger checks take minutes."""
+"""Limit for the number of sources of a blend times the period of its `Mixing`. If the product is
+larger, the quotas of the blend are not checked, because the check would take minutes."""
 _PASS_KEYS = 1 << 32
-"""Factor in the epoch number for the permutation of a partial pass. A complete pass uses each
-instance of a source once. If the last pass p of source s is partial, this pass uses the first
-instances in the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
+"""Factor of the epoch numbers that select the permutations of partial passes. A complete pass over
+a source uses each instance once. A partial pass p over source s uses the first instances in the
+permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -210,7 +210,7 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens, over all sources, that are in no instance of the source."""
+        """Return the number of tokens that are in no instance, summed over all sources."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:

@@ -266,8 +266,8 @@ def check_order_values(order: Order, path: Path) -> None:
 
 
 def check_in_shards(order: InShards, path: Path) -> None:
-    """Raise DataError if an attribute of `order`, which was read from `path`, is impossible: the
-    split, context, dtype, seed, permutation, or number of instances per shard."""
+    """Check the split, context, dtype, seed, permutation and number of instances per shard of
+    `order`. `path` is the file of the order. Raises DataError if a value is impossible."""
     layout.require(
         path,
         (order.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -319,9 +319,9 @@ def make_order(
         dataset: The directory of the data set to which the order belongs.
         context: Tokens of an instance.
         seed: Seed of the permutation.
-        carry_tails: True: an instance can continue in the next token array, so that only the last
-            tokens of the concatenated arrays, fewer than `context`, are in no instance. False: the
-            last tokens of each array, fewer than `context`, are in no instance.
+        carry_tails: True: an instance can continue in the next token array. Fewer than `context`
+            tokens at the end of the concatenated arrays are in no instance. False: fewer than
+            `context` tokens at the end of each array are in no instance.
         shard_bytes: Maximum size of a shard in bytes, as in `rows_of_shard`.
 
     Raises:
