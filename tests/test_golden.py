@@ -117,7 +117,8 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
 def same_bits(version: str) -> bool:
     """Return True if updates on this machine must be bitwise equal to the golden values of the
-    version `version`: if it ran on an equal machine, and is not in OTHER_ARITHMETIC."""
+    version `version`. This is the case if the version ran on an equal machine and is not in
+    OTHER_ARITHMETIC."""
     return results.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 

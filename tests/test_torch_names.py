@@ -1,5 +1,5 @@
-"""Test that all names in torch.cuda and torch.xpu that the code uses exist. On a machine without a
-GPU, other tests run only a small fraction of the code with these names."""
+"""Test that every name of torch.cuda and torch.xpu in the code exists. On a machine without a GPU,
+other tests run only a small fraction of the code with these names."""
 
 from __future__ import annotations
 

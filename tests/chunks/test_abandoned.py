@@ -60,8 +60,8 @@ def run_step(
 
 def masters(case: Case, seed: int | None) -> torch.Tensor:
     """Train `case.steps` steps, and return all master weights as one tensor. If `seed` is not None,
-    further steps, each of which ends with an error, come at random times between these steps. A
-    forward after each error uses the parameters."""
+    also run up to two steps that end with an error before each training step. After each error, a
+    forward uses the parameters."""
     tower, chance = Tower(case.n), random.Random(seed)
     engine = make_engine(tower, case, ALONE)
     for step in range(case.steps):

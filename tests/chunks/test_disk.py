@@ -277,8 +277,9 @@ def test_close_of_a_file_waits_for_its_reads_and_writes(tmp_path, monkeypatch):
 
 
 def test_an_error_of_a_block_waits_for_the_other_blocks(tmp_path, monkeypatch):
-    """A read is divided into blocks. If the read of a block fails, the error must be raised only
-    after the reads of all blocks have ended, because the caller can then free the memory."""
+    """A read is divided into blocks, and the read of the first block fails. The error must be
+    raised only after the reads of all other blocks have ended. After the error, the caller can free
+    the memory to which these reads write."""
     monkeypatch.setattr(state_file, "BLOCK_BYTES", 4096)
     tier, flat = make_tier(tmp_path)
     active: list[int] = []

@@ -37,9 +37,10 @@ LINKS = Links(to_device=RATE, to_host=RATE, host_adam=CHUNK / 0.001)
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_plans_with_early_updates_change_no_bit(seed):
-    """Train with random plans, with NaN in freed and in spare buffers. Random steps multiply the
-    gradients by another factor than expected, as if the norm was clipped, or have no update, as if
-    a gradient was not finite. The results have the same bits as with all states on the device."""
+    """Train with random plans, with NaN in freed and in spare buffers. Some random steps multiply
+    the gradients by another factor than expected (as if the norm was clipped). Other random steps
+    have no update (as if a gradient was not finite). The results have the same bits as with all
+    states on the device."""
     chance = random.Random(seed)
     n, microbatches = chance.randint(2, 6), chance.choice((1, 2, 3))
     case = Case(
@@ -68,8 +69,9 @@ def test_random_plans_with_early_updates_change_no_bit(seed):
 
 def test_updates_begin_in_backward_and_are_used_unless_the_norm_is_unexpected(monkeypatch):
     """Early updates multiply gradients by the factor that the start of the step expects. All early
-    updates end before the norm is known. The step uses the early updates only if the factor that
-    follows from the norm is the expected factor, and not if the step has no update (None)."""
+    updates end before the norm is known. The step uses the early updates if the factor that follows
+    from the norm is the expected factor. If the factors differ, or if the step has no update
+    (`actual` = None), the early updates are not used."""
     case = Case(4, 2, 2, parameters=False, host_share=0.7, early=True)
     tower = Tower(4)
     engine = make_engine(tower, case, ALONE)

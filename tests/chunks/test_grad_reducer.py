@@ -169,9 +169,9 @@ def test_each_buffer_is_passed_to_before_reduce_before_its_launch():
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_a_replaced_gradient_is_an_error(number, in_backward):
-    """Replace the `.grad` of a weight before backward. The bucket of the weight is not launched,
-    and an error names the parameter, because the values of a `.grad` outside of the chunk would be
-    lost."""
+    """Replace the `.grad` of a weight before backward. The values of a `.grad` outside of the chunk
+    would be lost. Therefore the bucket of the weight is not launched, and an error names the
+    parameter."""
     net = Net()
     reducer, launched = make_reducer(net)
     net.layers[number].weight.grad = None

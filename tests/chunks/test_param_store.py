@@ -445,9 +445,9 @@ def test_wait_completes_copies_for_later_uses():
 def test_a_missing_wait_for_an_update_is_noticed(monkeypatch, user, order):
     """If the code that copies parameters (chunks.memory) does not wait for updates, a forward uses
     old parameters. If the code that stores gradients (chunks.reductions) does not wait, an update
-    reads gradients of the next step. A layer that computes in the next step has already waited for
-    its parameters, so the second wait has an effect only for a layer that does not compute in the
-    next step."""
+    reads gradients of the next step. A layer that computes in the next step waits for its
+    parameters before its gradients are stored. Therefore a missing wait in chunks.reductions is
+    noticed only with an order in which some layers do not compute in the next step."""
     case = Case(5, 2, steps=3, parameters=False, host_share=1.0, delay_s=0.01)
     expected = train_in_order(case, order)
     wait = UpdateQueue.wait
@@ -467,8 +467,9 @@ SLOW = Links(to_device=4 * CHUNK / 0.02, to_host=4 * CHUNK / 0.02)
 @pytest.mark.parametrize("changes", [{"copies": "late"}, {"links": SLOW}], ids=["late", "link"])
 @pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.reductions"])
 def test_a_missing_wait_for_a_copy_changes_bits(monkeypatch, user, changes):
-    """A copy is done when code waits for it, or in the background on an emulated link. If a wait is
-    removed, a layer reads NaN, or the update begins before all gradients are on the host."""
+    """In the case "late", a copy is done when code waits for it. In the case "link", an emulated
+    link makes copies in the background. If a wait is removed, a layer reads NaN, or the update
+    begins before all gradients are on the host."""
     case = Case(5, 2, 2, parameters=False, host_share=1.0, poison=True)._replace(**changes)
     expected = train_in_order(case, "forward")
     wait = Copy.wait

@@ -146,7 +146,7 @@ def test_no_random_mix_is_faster_than_possible_and_most_are_as_fast(changes):
 
 def test_early_updates_save_time_where_updates_are_slow():
     """If updates take longer than forward passes, early updates make a step shorter. If the norm is
-    clipped, the step is longer than without early updates by at most the time of one update."""
+    clipped, early updates can make a step longer, but by at most the time of one update."""
     saved = []
     for mix in draw_mixes(200, seed=5):
         late = predict_step(mix.work, mix.links)
