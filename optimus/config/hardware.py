@@ -67,9 +67,9 @@ def _refuse_above(name: str, achieved: float, limit: float) -> None:
 
 
 def size_factor(half_size: float, *sizes: float) -> float:
-    """Return the time of a matrix product, divided by its time at the FLOP/s of very large
-    products: the product of (1 + half_size / size) over all `sizes`. `Products` describes this
-    model."""
+    """Return the time of a matrix product, relative to its time at the FLOP/s of very large
+    products. The factors (1 + half_size / size) of all `sizes` are multiplied. `Products` describes
+    this model."""
     return math.prod(1 + half_size / size for size in sizes)
 
 
@@ -107,8 +107,8 @@ class Products(Section):
     """Share of `peak` that very large products reach, below 1. Default: the share for which the
     geometric means of the modelled FLOP/s and of the FLOP/s in `measured` are equal."""
     half_size: Figure | None = None
-    """Size, in elements, of a dimension at which a product reaches half of the FLOP/s that it
-    reaches if this dimension is very large. Default: the FLOP/s do not depend on the sizes."""
+    """Size of a dimension, in elements, that halves the FLOP/s of a product, compared with a very
+    large dimension. Default: the FLOP/s do not depend on the sizes."""
     measured: Annotated[tuple[MeasuredProduct, ...], Field(strict=False)] = ()
     """Measured FLOP/s of products of various shapes. The geometric mean of (modelled FLOP/s /
     measured FLOP/s) must differ from 1 by at most 10 %."""
@@ -172,8 +172,9 @@ class Device(Section):
     memory_achieved: Figure | None = None
     """Bytes per second that large copies and sums transfer. Default: `memory_peak`."""
     activations_achieved: Figure | None = None
-    """Bytes per second that element-wise operations and norms of activations transfer, which write
-    new tensors and also compute. Default: `memory_achieved`."""
+    """Bytes per second that element-wise operations and norms transfer when they process
+    activations. Unlike copies, these operations also compute. Each of them writes a new tensor.
+    Default: `memory_achieved`."""
     gradients_achieved: Figure | None = None
     """Bytes per second that the device reads or writes while it computes the norm of gradients,
     searches gradients for values that are not finite, or fills gradients with zeros. Default:
@@ -213,9 +214,9 @@ class Device(Section):
 
 class MeasuredMessage(Section):
     """Duration of a step of a ring collective. In a step, each rank sends a message to the next
-    rank. For n ranks, each message of a collective has 1/n of the buffer: an all_reduce has
-    2 (n - 1) steps, and an all_gather, reduce_scatter or all_to_all has n - 1 steps. A send has one
-    step, whose message is the whole buffer."""
+    rank. With n ranks, each message of a collective has 1/n of the buffer. An all_reduce has
+    2 (n - 1) steps. An all_gather, reduce_scatter or all_to_all has n - 1 steps. A send has a
+    single step, whose message is the whole buffer."""
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     num_bytes: Count
@@ -224,9 +225,8 @@ class MeasuredMessage(Section):
 
 
 class Level(Section):
-    """A level of the network, with domains of ranks, such as nodes. Two ranks of a domain send to
-    each other with the bandwidth of this level or, if a domain of a previous level contains both
-    ranks, with the bandwidth of that level.
+    """A level of the network, with domains of ranks, such as nodes. Two ranks send to each other
+    with the bandwidth of the first level that has both ranks in the same domain.
 
     The domains of a level consist of domains of the previous level. The ranks of a domain have
     consecutive numbers.
@@ -242,8 +242,9 @@ class Level(Section):
     achieved: Figure | None = None
     """Measured number of bytes per second for which `peak` is the maximum. Default: `peak`."""
     taper: Figure | None = None
-    """Factor, at most 1, by which the bytes per second of this level are multiplied if the ranks of
-    all domains send at the same time, because few links connect the domains. Default: 1."""
+    """Factor by which the bytes per second of this level are multiplied if the ranks of all domains
+    send at the same time. The factor is at most 1, and below 1 if few links connect the domains.
+    Default: 1."""
     latency_s: Figure | None = None
     """Seconds that a step of a collective takes in addition to the transfer. Default: 0."""
     operations: Annotated[dict[str, Figure], Field(default_factory=dict)]

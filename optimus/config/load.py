@@ -363,9 +363,9 @@ def _hint(location: Sequence[str], value: Any, root: type[BaseModel]) -> str:
 def _synonymous(wrong: str, section: str) -> list[str]:
     """Return the settings that an unknown key may mean, with their sections, such as `optim.lr`.
 
-    The result contains the settings whose name is `wrong` in any section or, if there are none, the
-    settings that have `wrong` as a synonym. If some of these settings are in `section`, the
-    settings of other sections are left out.
+    `wrong` is the unknown key. The result contains the settings of any section that have this name.
+    If there are none, the result contains the settings that have this name as a synonym. If some
+    settings of the result are in `section`, the settings of other sections are left out.
     """
     wrong = wrong.lower().replace("-", "_")
     same = [
@@ -446,8 +446,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -> Tree:
-    """Merge the tables of a file into `tree`, the tables of the files that were read before, and
-    return `tree`.
+    """Merge the tables of a file into `tree`, and return `tree`.
 
     Args:
         tree: Tables of the files that were read before, which this function changes in place.

@@ -53,8 +53,9 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
-    """yarn: round the two bounds of the transition from unchanged to divided frequencies to
-    integers, the lower bound down and the upper bound up. The bounds are indices of frequencies."""
+    """yarn: round the bounds of the transition to integers, the lower bound down and the upper
+    bound up. The bounds are indices of frequencies. The transition is between unchanged and divided
+    frequencies."""
     attention_factor: NonNegative = 0.0
     """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
     `factor`, `mscale` and `mscale_all_dim`."""

@@ -45,8 +45,8 @@ class DataConfig(Section):
     proportion to its weight, and starts its next epoch when its instances are used up."""
     eval_path: str = ""
     """Directory of the held-out data set; empty: the folder `eval` in `path`, if it exists. With
-    `mix`, empty means a mix of the `eval` folders of the data sets, with the weights in `mix`, if
-    all these folders exist."""
+    `mix`, empty means a mix of the folders `eval` of all data sets in `mix`, with the same weights.
+    There is no held-out data set if such a folder is missing."""
     document_mask: bool = False
     """Restrict the attention of each token to its own document, in training and evaluation."""
 
@@ -123,10 +123,10 @@ class TrainConfig(Section):
     fit_check: Literal["refuse", "warn", "off"] = "refuse"
     """Check once, before the ranks of a run connect, that each rank fits in the memory of its
     device. On a CPU, the ranks of a node share the memory of the machine. `refuse`: end with exit
-    status 2 if a lower bound of the needed memory exceeds the available memory, and print a warning
-    if only the prediction of `optimus plan` exceeds the available memory. `warn`: print a warning
-    in both cases. `off`: make no check, and after the first updates do not compare the predicted
-    with the measured memory and step time."""
+    status 2 if a lower bound of the needed memory exceeds the available memory. If only the
+    prediction of `optimus plan` exceeds the available memory, print a warning. `warn`: print a
+    warning in both cases. `off`: make no check. The comparison of predicted and measured memory and
+    step time, after the first updates, is then also left out."""
     machine: str = ""
     """Machine whose device `fit_check` and the predictions refer to: a name in configs/machine, or
     the path of a TOML file. With offload.mode = "auto", the rates and links of this machine also
@@ -286,9 +286,8 @@ class CheckpointConfig(Section):
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of settings, such as `optim.weight_decay`, that are allowed to differ from their values
-    in the checkpoint when a run is resumed. A change of such a setting that is not in the list is
-    an error."""
+    """Names of settings that are allowed to change when a run is resumed. Without an entry in this
+    list, some settings, such as `optim.weight_decay`, must keep the values in the checkpoint."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face
@@ -331,20 +330,21 @@ class ObserveConfig(Section):
     `expert_load.jsonl` in the run directory, a file that `optimus plan --load` reads. The loads of
     the first update are also written. 0: no file."""
     step_components: bool = False
-    """Write the components of the time of each update on the first rank to `metrics.jsonl`:
-    computation, exposed communication, pipeline bubble, optimizer, and the rest. All runs of
-    `optimus study scaling` have the value true."""
+    """Divide the time of each update on the first rank into computation, exposed communication,
+    pipeline bubble, optimizer and the rest, and write these components to `metrics.jsonl`. All runs
+    of `optimus study scaling` have the value true."""
 
 
 class OffloadConfig(Section):
     """Offloading of chunks to host memory, as in Elixir."""
 
     mode: Literal["off", "auto", "manual"] = "off"
-    """Placement of model states. `off`: all on the device. `manual`: as `host_share` states.
-    `auto`: all on the device if the model states, activations and temporary tensors fit there;
-    otherwise the placement with the shortest predicted step. For this placement, `auto` sets
-    `host_share`, `order`, `optim.cache_chunks` and `optim.chunk_length`. It also sets `disk_share`
-    if host memory is too small and `disk` is set. `optimus plan` prints the placement."""
+    """Placement of model states. `off`: all on the device. `manual`: the share `host_share` of the
+    chunks in host memory, the other chunks on the device. `auto`: all on the device if the model
+    states, activations and temporary tensors fit there; otherwise the placement with the shortest
+    predicted step. For this placement, `auto` sets `host_share`, `order`, `optim.cache_chunks` and
+    `optim.chunk_length`. It also sets `disk_share` if host memory is too small and `disk` is set.
+    `optimus plan` prints the placement."""
     device_memory: Size = ""
     """Limit of the device memory of a rank for model states, activations and temporary tensors, as
     a number with a unit, such as "20GB" or "20GiB". A run that needs more does not start. Empty:
@@ -372,11 +372,11 @@ class OffloadConfig(Section):
     """Maximum size of the file of a rank in `disk`, as a number with a unit, such as "500GB" or
     "1.5TiB". A run whose states need more does not start. Empty: the free space of the disk."""
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.5
-    """With `parallel.ep` above 1, memory is left free for this imbalance: the number of tokens that
-    the experts of an ep rank process in a layer, divided by the mean over the ep ranks. A token
-    counts once for each of its experts. `optimus plan --load RUN_DIR` prints the imbalance of a
-    run. On accelerators, the needed memory depends on the imbalance only with
-    `parallel.ep_dispatch` = "alltoall"."""
+    """Imbalance of the ep ranks for which memory is left free with `parallel.ep` above 1. The
+    imbalance is the number of tokens that the experts of an ep rank process in a layer, divided by
+    the mean over the ep ranks. A token counts once for each of its experts. `optimus plan --load
+    RUN_DIR` prints the imbalance of a run. On accelerators, the needed memory depends on the
+    imbalance only with `parallel.ep_dispatch` = "alltoall"."""
     order: Literal["microbatch", "layer"] = "microbatch"
     """Order of the microbatches of a step. `microbatch`: forward and backward of a microbatch, then
     forward and backward of the next microbatch. `layer`: all microbatches pass a layer before the
@@ -387,27 +387,30 @@ class OffloadConfig(Section):
     kept. In a pipeline with `layer`, each rank has every pp-th layer, and `parallel.schedule` is
     not used."""
     grad_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype in which gradients are copied to the host, once for each microbatch or, with order =
-    `layer`, once per step. `bf16` rounds the gradients once, and the link between the device and
-    the host then carries at most 6 bytes per parameter instead of 8. The host adds gradients in
-    fp32. The gradients of chunks on the device are rounded in the same way, also with mode =
-    `off`, so that results do not depend on the placement. `auto`:
-    `bf16` if mode is not `off`, `train.dtype` = "bf16" and `train.deterministic` = false; otherwise
-    `fp32`."""
+    """Dtype of the gradients that are copied to the host. With order = `microbatch`, gradients are
+    copied once for each microbatch. With order = `layer`, they are copied once per step. `bf16`
+    rounds the gradients once, and the link between the device and the host then carries at most 6
+    bytes per parameter instead of 8. The host adds gradients in fp32. The gradients of chunks on
+    the device are rounded in the same way, also with mode = `off`, so that results do not depend on
+    the placement. `auto`: `bf16` if mode is not `off`, `train.dtype` = "bf16" and
+    `train.deterministic` = false; otherwise `fp32`."""
     early_adam: Literal["auto", "on", "off"] = "auto"
-    """Updates of a chunk by the host during backward, as soon as the gradients of the chunk are
-    complete. The new states are written to spare buffers of 14 bytes per parameter in host memory
-    (12 with fp32 parameters). If the gradients must be clipped or are not finite, the buffers are
-    discarded, and clipped gradients are applied as with `off`. `on`: in each step, for all chunks
-    without states on disk. `auto`: in steps without clipping and in steps after a step whose norm
-    was not clipped, for as many chunks as fit in half of the host memory that the states leave
-    free. If mode is also `auto`, early updates are used only if the predicted step is shorter with
-    them. `off`: never. The results are the same."""
+    """Early updates: the host updates a chunk during backward, as soon as the gradients of the
+    chunk are complete. The new states are written to spare buffers in host memory, with 14 bytes
+    per parameter (12 with fp32 parameters). If the gradients must be clipped or are not finite, the
+    buffers are discarded, and clipped gradients are applied as with `off`. `on`: update all chunks
+    early, except those with states on disk. `auto`: update chunks early only if clipping is off in
+    the step, or if the previous step was not clipped. The spare buffers have at most half of the
+    host memory that the states leave free. With fewer buffers than chunks, the remaining chunks are
+    updated after backward. If mode is also `auto`, early updates are used only if they shorten the
+    predicted step. `off`: no early updates. All values give the same results."""
     links: str = ""
-    """On a CPU, which emulates a device: the rates of the link between the device and the host, and
-    of the updates on the host. Copies and updates then take the time that these rates determine.
-    The value is the path of a file that `optimus bench links` has written, or the name of a file in
-    configs/machine. Empty: copies and updates are as fast as this machine permits."""
+    """File with the rates of copies between the device and the host, and of updates on the host:
+    the path of a file that `optimus bench links` has written, or the name of a file in
+    configs/machine. With mode = `auto`, these rates determine the placement. On a CPU, which
+    emulates a device, copies and updates take the time that these rates determine. On accelerators,
+    the setting needs mode = `auto`. Empty: `auto` uses the rates in the file of `train.machine` or,
+    if there are none, measured rates. Copies and updates are as fast as this machine permits."""
 
     def rounds_gradients(self, train: TrainConfig) -> bool:
         """Return True if gradients are rounded to bf16 before they are added to the sum of a
