@@ -85,8 +85,8 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         "--nproc",
         type=int,
         metavar="N",
-        help="step: start N local ranks, and measure the time of an update, the payload bytes of "
-        "collectives by mesh axis and the pipeline bubble, without a comparison with plain torch; "
+        help="step: start N local ranks, and measure the time of an update, the pipeline bubble, "
+        "and the payload bytes of collectives by mesh axis; no comparison with plain torch; "
         "machine: number of local ranks (default: one for each accelerator, or 2 on a CPU)",
     )
     group.add_argument(

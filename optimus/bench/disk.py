@@ -43,11 +43,11 @@ def bench_disk(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
         threads: Number of threads of the run.
 
     Returns:
-        A dict for JSON: `bytes`, the number of bytes that a round reads, and also writes; `raw`,
-        for each round the bytes per second of raw reads and writes; `tier`, for each round the
-        bytes per second that the updates read and write; `ratio`, for each round `tier` divided by
-        `raw`; `threads`, the number of threads of an update; and `load`, the load average of the
-        machine.
+        A dict for JSON: `bytes`, the number of bytes that a round reads, which is also the number
+        that it writes; `raw`, for each round the bytes per second of raw reads and writes; `tier`,
+        for each round the bytes per second that the updates read and write; `ratio`, for each round
+        `tier` divided by `raw`; `threads`, the number of threads of an update; and `load`, the load
+        average of the machine.
     """
     torch.set_num_threads(threads)
     size = _CHUNKS * _ELEMENTS * _STATE_BYTES

@@ -122,11 +122,11 @@ def bench_machine(
         folder: Folder on the disk to measure. Each rank writes a file to it.
 
     Returns:
-        On rank 0, a dict for JSON: `machine`, the tables of a machine file; `network`, the rates of
-        each collective by level of the network; and `steadiness`, at most 1: on a CPU with one
-        thread per rank, the processor time of rank 0 divided by the elapsed time; otherwise, the
-        highest median rate of an fp32 product divided by the highest rate of a single run. None on
-        all other ranks.
+        On rank 0, a dict for JSON. `machine` has the tables of a machine file. `network` has the
+        rates of each collective by level of the network. `steadiness` is at most 1. On a CPU with
+        one thread per rank, it is the processor time of rank 0 divided by the elapsed time. In all
+        other cases, it is the highest median rate of an fp32 product divided by the highest rate of
+        a single run. On all other ranks, None.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
@@ -551,7 +551,7 @@ def format_machine(result: dict[str, Any]) -> str:
         half = products["half_size"]["value"]
         lines.append(
             f"{dtype} products: peak {peak / 1e12:.4g} TFLOP/s; very large products reach "
-            f"{share:.0%} of the peak; a size of {half:.3g} halves this rate"
+            f"{share:.0%} of the peak; a dimension of {half:.3g} halves this rate"
         )
         for product in products["measured"]:
             shape = f"{product['rows']} x {product['inner']} x {product['columns']}"
@@ -589,8 +589,8 @@ def format_machine(result: dict[str, Any]) -> str:
 
 
 def ranks_to_measure(device_type: str) -> int:
-    """Return the number of local ranks for a measurement: one for each accelerator; on a CPU, two,
-    or one if only one core is available. Ranks on a CPU divide the cores."""
+    """Return the number of local ranks for a measurement: the number of accelerators or, on a CPU,
+    2. The two ranks divide the cores of the CPU. If only one core is available, return 1."""
     if device_type == "cpu":
         return min(2, available_cores())
     return int(getattr(torch, device_type).device_count())

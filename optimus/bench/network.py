@@ -32,8 +32,8 @@ _LARGE = 1 << 24
 """Minimum number of bytes of a large buffer."""
 _COMPUTED = {"cpu": 768}
 """Number of rows and columns of the square matrices that a rank multiplies before a collective, by
-type of device. The product takes about as long as a training step computes between two collectives
-of tp."""
+type of device. The product takes about as long as the computation between two collectives of tp in
+a training step."""
 _COMPUTED_ON_DEVICE = 4096
 
 
@@ -120,8 +120,9 @@ class _Times(NamedTuple):
     alone: float
     """Median time without a computation before the collective."""
     after: float
-    """Mean time after a computation, without the time of the computation. The mean includes the
-    time in which threads of the backend wake up and ranks wait for the slowest rank."""
+    """Mean time of the collective if it follows a computation. The time of the computation is
+    subtracted. The mean includes the time in which threads of the backend wake up and ranks wait
+    for the slowest rank."""
 
 
 def _measure(bench: RankTimer, run: Callable[[], Any], size: int) -> _Times:

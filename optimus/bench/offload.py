@@ -46,8 +46,8 @@ BAR = 1.10
 USE_BAR_S = 20e-6
 """Upper limit of the median processor time of a call of `ParamStore.use`, in seconds."""
 HIDDEN = 0.90
-"""Lower limit of the share of the copies' time that computation hides, if computation takes longer
-than the copies."""
+"""Lower limit of `hidden` (see `bench_offload`), the share of the copies' time that computation
+hides. The limit applies if computation takes longer than the copies."""
 
 
 class Mix(NamedTuple):
@@ -124,7 +124,8 @@ class Mix(NamedTuple):
 
 def draw_mixes(count: int, seed: int, on_disk: bool = False) -> list[Mix]:
     """Return `count` random mixes. With `on_disk`, all optimizer states are on disk. Without
-    `on_disk`, computation takes longer than the copies and updates in about half of the mixes."""
+    `on_disk`, the computation of about 60 % of the mixes takes longer than the copies and updates
+    together."""
     chance, disk = random.Random(seed), random.Random(seed)
     mixes = []
     for _ in range(count):
@@ -288,8 +289,9 @@ def measure_uses(steps: int, in_threads: bool) -> list[float]:
 
     Args:
         steps: Number of measured steps.
-        in_threads: True to let threads make the copies, as for an accelerator, at rates that do
-            not delay the copies. False to make the copies, which are small, in the calling thread.
+        in_threads: True: threads make the copies, as for an accelerator. The rates of the copies
+            are so high that they add no delay. False: the calling thread makes the copies, which
+            are small.
 
     Returns:
         The processor time of each call of `ParamStore.use`, in seconds: the time in which the
@@ -347,17 +349,23 @@ def bench_offload(count: int, steps: int, seed: int, disk: str = "") -> dict[str
     directory.
 
     Returns:
-        A dict for JSON. `mixes` has an entry for each mix, with its fields and these values:
-        `step_s`, the median time of a step; `of_prediction`, `step_s` as a multiple of the
-        predicted time; `of_limit`, `step_s` as a multiple of the time of the busiest resource;
-        `of_shortest`, `step_s` as a multiple of `StepTime.shortest`; and, if computation takes
-        longer than the copies, `hidden`, the share of the copies' time that computation hides.
-        `hidden` is computed from the time of a measured step with instantaneous copies. Copies that
-        no schedule can hide, such as the first copy of a step, are not counted. `early` (if the
-        norm is never clipped) and `clipped` (if the norm is always clipped) are dicts with values
-        for the same mix with early updates of all chunks: `step_s`, `of_prediction`, and
-        `of_late`, the `step_s` with early updates as a multiple of the `step_s` without early
-        updates. `use_s` and `use_in_threads_s` are the processor times of `measure_uses`.
+        A dict for JSON. `mixes` has an entry for each mix, with the fields of the mix and these
+        values:
+
+        - `step_s`: median time of a step.
+        - `of_prediction`: `step_s` as a multiple of the predicted time.
+        - `of_limit`: `step_s` as a multiple of the time of the busiest resource.
+        - `of_shortest`: `step_s` as a multiple of `StepTime.shortest`.
+        - `hidden`: share of the copies' time that computation hides. The value exists only if
+          computation takes longer than the copies. It is computed from the time of a measured step
+          with instantaneous copies. Copies that no schedule can hide, such as the first copy of a
+          step, are not counted.
+        - `early`, `clipped`: dicts for the same mix with early updates of all chunks without states
+          on disk. The norm is never clipped for `early`, and always clipped for `clipped`. Each
+          dict has `step_s`, `of_prediction` and `of_late`. `of_late` is the `step_s` of the dict as
+          a multiple of the `step_s` without early updates.
+
+        `use_s` and `use_in_threads_s` have statistics of the processor times of `measure_uses`.
     """
     entries = []
     for mix in draw_mixes(count, seed, bool(disk)):

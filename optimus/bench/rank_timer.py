@@ -75,9 +75,9 @@ class RankTimer:
 
         Returns:
             The median and the mean of the elapsed seconds, each on the rank with the largest value.
-            The mean excludes the slowest run. The time of a step is the sum of many such
-            operations, some of which take longer than the median, since threads of a backend use
-            the cores of other ranks.
+            The mean excludes the slowest run. A step contains many such operations. Multiply their
+            number by the mean, not by the median, to get their total time: threads of a backend use
+            the cores of other ranks, so that some operations take longer than the median.
         """
         run()
         both, alone = list[float](), list[float]()

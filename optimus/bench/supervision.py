@@ -177,7 +177,8 @@ def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> d
     `bar`, as a dict.
 
     `is_met` is True if the 95th percentile is at most `bar`, and None if `values` is empty. The
-    95th percentile is the smallest of the values that at least 95 % of the values do not exceed.
+    95th percentile is the smallest element p of `values` for which at least 95 % of the elements
+    are at most p.
     """
     spread = summarise(values)
     is_met = spread["p95"] <= bar if values else None
@@ -403,7 +404,7 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
     result["figures"] += [
         _count("module files opened by a warm relaunch", len(opened), 0, _SMALL + _LARGE),
         _count(
-            f"files created by an attempt at {_LARGE} nodes (at most as many as at {_SMALL} nodes)",
+            f"files created by an attempt with {_LARGE} nodes (bar: with {_SMALL} nodes)",
             len(large.created),
             len(small.created),
         ),
