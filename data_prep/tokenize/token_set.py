@@ -58,7 +58,7 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
 
     Returns:
         If the total size of the files is at most HASH_BYTES, the indices of all files. Otherwise,
-        the indices of a random sample: either files of together at most HASH_BYTES, or a single
+        the indices of a random sample. The sample has at most HASH_BYTES in total, or is a single
         file that is larger than HASH_BYTES.
     """
     chosen, left = list(range(len(sizes))), HASH_BYTES

@@ -63,9 +63,9 @@ BEYOND = re.compile("[\U00020000-\U0010ffff]")
 """Matches a code point after _LAST."""
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
 """Matches a code point outside the Basic Multilingual Plane. If a class contains such code points,
-`re` searches the ranges of the class instead of a table, which is 10 times slower. There are
-therefore two forms of each pattern: a form for texts with such code points, and a form whose
-classes contain only the Basic Multilingual Plane."""
+`re` searches the ranges of the class. This is 10 times slower than the table that `re` uses for
+other classes. There are therefore two forms of each pattern: a form for texts with such code
+points, and a form whose classes contain only the Basic Multilingual Plane."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
 repeat the class."""
 _MAP_KEY_BYTES = 5
 """Bytes of the longest key that the tokenizers library looks up in a character map. The library
-looks up single characters, and clusters of characters with fewer than 6 bytes."""
+looks up single characters. It also looks up a cluster of characters if the cluster has fewer than 6
+bytes."""
 _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
 """Limits of a character map: the bytes of a key, and the nodes of the trie that stores the keys. A
 node with two parents is counted twice. In the maps of the sentencepiece package, keys have up to 12

@@ -221,8 +221,8 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 def library_errors(path: str | os.PathLike) -> Iterator[None]:
     """Context manager that converts errors and panics of the tokenizers library to DataError.
 
-    If an error occurs, the library raises an instance of `Exception` itself, not of a subclass. An
-    example of an error is an unknown word in a text if the vocabulary has no unknown token. The
+    If an error occurs, the library raises an instance of `Exception` itself, not of a subclass. For
+    example, if the vocabulary has no unknown token, an unknown word in a text is an error. The
     library panics if the table of a normalizer is damaged, or if a pattern needs too many steps. A
     panic raises a PanicException, which derives from BaseException and cannot be imported. The
     library also prints a message about the panic.
@@ -258,9 +258,10 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
             a sentencepiece model, the end-of-sentence symbol.
 
     Raises:
-        DataError: The file is not a tokenizer; `eos` is not the name of a special token or control
-            symbol of the tokenizer; or `eos` is None, and none or several of the special tokens are
-            in EOS_NAMES, or a sentencepiece model has no end-of-sentence symbol.
+        DataError: The file is not a tokenizer, or `eos` is not the name of a special token or
+            control symbol of the tokenizer. Also raised if `eos` is None and cannot be derived:
+            EOS_NAMES has none or several of the special tokens, or the sentencepiece model has no
+            end-of-sentence symbol.
     """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
