@@ -209,8 +209,8 @@ def one_line(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters other than tabs, invisible format characters, line ends
-    and lone surrogates escaped."""
+    """Return `text` with these characters escaped: control characters (except tabs), invisible
+    format characters (except joiners), line ends and lone surrogates."""
     if text.isprintable():
         return text
     # Unicode categories. Cc: terminal escapes; Cf: invisible marks, such as those that reverse the
