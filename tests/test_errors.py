@@ -37,8 +37,8 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Yield each expression of an f-string in the source code `text` that precedes a plural noun,
-    together with this noun, such as `{n} ranks`."""
+    """Search the f-strings in the source code `text` for expressions before a plural noun. Yield
+    each expression with its noun, such as `{n} ranks`."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):

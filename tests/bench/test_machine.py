@@ -98,8 +98,8 @@ def test_products_of_a_shape_are_those_of_a_linear_layer(monkeypatch):
 
 
 def test_consecutive_products_of_a_shape_have_different_operands(monkeypatch):
-    """Four copies of the operands have the size that exceeds the caches. Otherwise, the products
-    would find their operands in the caches."""
+    """In this test, four copies of the operands exceed the caches. Four consecutive runs must use
+    different copies, so that the caches never contain the operands of the next run."""
     operands = []
     monkeypatch.setattr(torch, "mm", lambda a, b: operands.append((a.data_ptr(), b.data_ptr())))
     monkeypatch.setattr(bench, "_CPU_BYTES", 4 * 64 * 64 * 4)

@@ -76,8 +76,9 @@ def test_table_1_is_predicted():
 
 
 def test_separate_sums_read_and_write_each_gradient():
-    """The sums of 4 microbatches read the gradient and the sum and write the sum in 3 of them: 3
-    times 6 bytes for each parameter. Fused sums have no passes."""
+    """The first of 4 microbatches only stores its gradients. Each of the other 3 microbatches reads
+    its gradients and the sums, and writes the sums: 6 bytes for each parameter. Fused sums have no
+    passes."""
     row, _ = planner_rows.table_1()[6]
     row = row._replace(batch=4 * row.dp * row.microbatch)
 
@@ -101,8 +102,9 @@ def test_separate_sums_read_and_write_each_gradient():
 
 
 def test_llama_is_predicted_with_its_ratio():
-    """The error exceeds the required 15 % with the rate of products that a short run on an H100
-    reaches, but not with that of the machine file. The page reports both."""
+    """With the rate of products in the machine file, the error is below the required 15 %. With the
+    rate that a short run on an H100 reaches, the error exceeds 15 %. The page reports both
+    errors."""
     for (_, rates), limit in zip(planner.llama_variants(), (0.15, 0.22), strict=True):
         small, large = planner.llama_tflops(64, rates), planner.llama_tflops(128, rates)
         assert (limit - 0.1) * 430 < small - 430 < limit * 430
@@ -204,9 +206,9 @@ def test_figure_4_follows_from_the_share_and_the_taper():
 
 
 def test_pipeline_outermost_keeps_data_parallel_traffic_in_a_group():
-    """With dp as the outermost axis, each step of recursive halving with a large distance sends
-    data out of the group of nodes. In the order of Optimus, only the last step sends data out of
-    the group, and only on more than 64 nodes for each stage."""
+    """With dp as the outermost axis, recursive halving sends data out of the group of nodes in all
+    steps in which a rank sends to a distant rank. In the order of Optimus, only the last step sends
+    data out of the group, and only if a stage has more than 64 nodes."""
     ours = planner_paper.modelled_figure_4(0.32, 8, ("pp", "dp", "ep", "tp"), "halving")
     other = planner_paper.modelled_figure_4(0.32, 8, ("dp", "pp", "ep", "tp"), "halving")
     assert ours[4] > 0.98 > 0.975 > other[4]  # 6,144 tiles: 64 nodes for each stage
@@ -261,8 +263,9 @@ def test_tensor_parallel_ranks_gather_received_activations_and_gradients(virtual
 
 @pytest.mark.parametrize(("tp", "recompute"), [(2, "selective"), (1, "full")])
 def test_ranks_do_not_gather_received_tokens_that_are_complete_or_stay_divided(tp, recompute):
-    """With sequence parallelism, a rank keeps its share of the tokens. With tp = 1, it receives all
-    tokens. All stages then have the same operations, and the last stage also has the head."""
+    """With sequence parallelism, a rank keeps its share of the tokens. With tp = 1, a rank receives
+    all tokens. In both cases, all stages have the same operations, except for the head in the last
+    stage."""
     row = planner_rows.Row(64, 12, 4, 128, tp, 1, 3, 1, 6, 2, recompute, 1.0)
     stages = planner_rows.gpt_step(row).stages
     work = gpt_block(64, 4, 2 * 128, 128, Split(tp, recompute == "selective"))

@@ -50,9 +50,9 @@ def test_machine_without_a_rate_is_refused_before_the_measurement(no_measurement
 
 @pytest.mark.parametrize("machine_file", [None, "given"])
 def test_each_layout_has_its_plan_peak_and_times(monkeypatch, machine_file):
-    """All values of a layout contain its number. The peak is that of the last rank, so the planned
-    bytes must be those of this rank too. The planned times of the three rounds differ if a machine
-    file is measured in each."""
+    """All values of a layout contain the number of the layout. The last rank has the highest peak,
+    so the planned bytes must be those of the last rank. If each round measures a machine file, the
+    planned times of the three rounds differ."""
     cases = planner_here.CASES[:8]
     number = {case.name: n for n, case in enumerate(cases, 1)}
     loaded = []
