@@ -108,9 +108,9 @@ class _StopSignals:
     """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
     The handler kills the workers, removes temporary files, prints one line and exits. The handler
-    does not raise an exception: Python would ignore an exception during an import, a destructor or
-    an exit function, or print a traceback for the exception. Incomplete output does not remain,
-    because a file gets its final name only when the file is complete.
+    does not raise an exception. During an import, a destructor or an exit function, Python would
+    ignore the exception or print a traceback. Incomplete output does not remain, because a file
+    gets its final name only when the file is complete.
     """
 
     def take_over(self) -> None:

@@ -222,9 +222,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=size,
         metavar="SIZE",
-        help="memory limit of all processes of this rank together (default: to tokenize, half of "
-        "the machine's memory, but at least 2GB; to shard, 135MB per process, but at most half of "
-        "the machine's memory and at least 2GB)",
+        help="memory limit of all processes of this rank together. The default to tokenize is half "
+        "of the machine's memory. The default to shard is 135MB per process, but at most half of "
+        "the machine's memory. Each default is at least 2GB",
     )
 
 
@@ -233,10 +233,9 @@ def add_fused(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused",
         action="store_true",
-        help="compress token arrays, and remove them when the shards are complete. A run with "
-        "--fused writes about 25%% fewer bytes than a run without --fused, and the output takes "
-        "half of the space. To change the context or the seed later, the text must be tokenized "
-        "again",
+        help="compress token arrays, and remove them when the shards are complete. Compared with "
+        "a run without --fused, the run writes about 25%% fewer bytes, and the output takes half "
+        "of the space. To change the context or the seed later, the text must be tokenized again",
     )
 
 
@@ -267,9 +266,9 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=("auto", "gather", "bucket"),
         default="auto",
-        help="gather: read rows at random positions; bucket: first sort the rows into files, so "
-        "that all reads are long, but twice as many bytes are read and written; auto: the strategy "
-        "that is probably faster. All strategies write the same output (default: auto)",
+        help="gather: read rows at random positions; bucket: first sort the rows into files (all "
+        "reads are long, but the rows are read and written twice); auto: the strategy that is "
+        "probably faster. All strategies write the same output (default: auto)",
     )
 
 
