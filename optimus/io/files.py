@@ -50,8 +50,8 @@ class Closing:
 
 
 def fsync_dir(path: str | os.PathLike) -> None:
-    """fsync a directory, so that files created, renamed or removed in it remain so after a power
-    cut.
+    """fsync a directory. If a file was created, renamed or removed in the directory before, a power
+    cut cannot undo this change.
 
     If a file system cannot fsync directories, the function only logs a warning, once per file
     system.
@@ -165,7 +165,7 @@ def check_output(path: str | os.PathLike, option: str) -> None:
 
     Raises:
         ConfigError: No file can be created in the folder of the file, or `path` is itself a folder,
-            a device or a pipe, which `atomic_writer` would replace by a file.
+            a device or a pipe. `atomic_writer` would replace a device or a pipe by a file.
     """
     if os.path.isdir(path):
         problem = os.strerror(errno.EISDIR)

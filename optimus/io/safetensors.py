@@ -121,8 +121,9 @@ def check_shapes(
         expected: Shape of each tensor that the model expects. The keys are tensor names.
 
     Raises:
-        CheckpointError: The weights lack a tensor, or have a tensor that the model does not have or
-            that has another shape in the model. The message names the tensor.
+        CheckpointError: The weights lack a tensor of the model, contain a tensor that the model
+            lacks, or contain a tensor with another shape than in the model. The message names the
+            tensor.
     """
     if unmatched := sorted(shapes.keys() ^ expected.keys()):
         name = unmatched[0]

@@ -67,12 +67,12 @@ class Workspace:
                 the folder.
 
         Raises:
-            ConfigError: The workspace cannot be created, or another workspace cannot be removed,
-                because a directory is not writable. The folder is not changed.
+            ConfigError: A directory is not writable, so the workspace cannot be created or another
+                workspace cannot be removed. The folder is not changed.
             OptimusError: A process of an earlier start creates files faster than this start can
                 move them, or a later start has removed the new workspace.
-            OSError: The workspace cannot be created, or another workspace cannot be removed, for
-                another reason.
+            OSError: For another reason, the workspace cannot be created or another workspace cannot
+                be removed.
         """
         check_writable(folder)
         files.make_dirs(folder)
