@@ -147,8 +147,8 @@ def _model_of_stages(
 def _placements_of(
     model_config: ModelConfig, kept: tuple[frozenset[int], bool, bool], *rank: Any
 ) -> dict[str, Placement]:
-    """Return the result of `make_placements` for the stages `kept`. `rank` has its arguments after
-    the model."""
+    """Return the result of `make_placements` for a model with only the stages `kept`. `rank`
+    contains the arguments of `make_placements` after `model`."""
     return make_placements(_model_of_stages(model_config, *kept), *rank)
 
 

@@ -205,8 +205,8 @@ class AllToAllDispatcher(Dispatcher):
         return needed.nonzero()[:, 1], needed.sum(1)
 
     def _planned_destinations(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Return the indices of the tokens to send, without values, and the numbers of tokens to
-        send to and to receive from each rank.
+        """Return a meta tensor for the indices of the tokens to send, and two lists: the number of
+        tokens to send to each rank, and the number of tokens to receive from each rank.
 
         Tensors on the meta device have no values. Therefore this method assumes random expert
         probabilities, which balance the loads of the experts. If `assumes_all_tokens` is True, this

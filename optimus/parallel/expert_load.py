@@ -23,8 +23,8 @@ def rank_imbalances(rows: Sequence[int], ep: int) -> list[float]:
 
 
 def largest_imbalance(experts: int, experts_per_token: int, ep: int) -> float:
-    """Return the largest possible imbalance of a rank. A rank has this imbalance if it has as many
-    as possible of the experts of every token."""
+    """Return the largest possible imbalance of a rank. A rank has this imbalance if, for every
+    token, as many of the token's experts as possible are on the rank."""
     return ep * min(experts // ep, experts_per_token) / experts_per_token
 
 
