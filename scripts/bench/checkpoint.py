@@ -15,8 +15,8 @@ folders of one file system. Before a load, the files are removed from the page c
 a few large tensors instead of many small tensors, because each tensor adds an overhead.
 
 There are two more comparisons: `verify` and `stall`. `verify` compares `optimus checkpoint verify`
-in one process with reading and hashing the files of `raw`. `stall` compares the time for which the
-start of an asynchronous save pauses training with the time to copy the states in memory.
+in one process with reading and hashing the files of `raw`. `stall` compares two times: the pause of
+training at the start of an asynchronous save, and the time to copy the states in memory.
 """
 
 from __future__ import annotations
@@ -342,8 +342,8 @@ def _stall(states: RankStates, path: Path, rounds: int, world: World) -> dict[st
 
 def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, int]:
     """Run a save and a load. Return a dict with the keys "save" and "load". Each value is the
-    largest increase of resident memory during the operation, in bytes, on the rank with the largest
-    increase."""
+    increase of resident memory from the start of the operation to its peak, in bytes, on the rank
+    with the largest increase."""
     meter = common.MemoryMeter()
     folder.renew()
     barrier(world.everyone)

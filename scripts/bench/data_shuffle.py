@@ -7,9 +7,8 @@
 
 `ratio` divides the time of shuffling and sharding by the time to copy the same bytes, for each
 sharding strategy (`gather` and `bucket`). `memory` measures the peak resident memory of shuffling
-and sharding under the limit `--memory`. `scaling` compares the time of one worker to tokenize a
-corpus with the time of two workers to tokenize two copies of the corpus. Each command prints one
-JSON object.
+and sharding under the limit `--memory`. `scaling` compares two times: one worker tokenizes a
+corpus, and two workers tokenize two copies of the corpus. Each command prints one JSON object.
 """
 
 from __future__ import annotations
@@ -167,9 +166,9 @@ def memory(args: argparse.Namespace) -> dict:
 
 
 def scaling(args: argparse.Namespace) -> dict:
-    """Measure the weak scaling of tokenization: compare the time of one worker to tokenize a corpus
-    with the time of two workers to tokenize two copies of the corpus. Return the wall-clock seconds
-    of each round, and the minimum, median and maximum of the efficiency, from wall-clock time and
+    """Measure the weak scaling of tokenization: one worker tokenizes a corpus, and two workers
+    tokenize two copies of the corpus. Return the wall-clock seconds of each round, and the minimum,
+    median and maximum of two efficiencies. The first is computed from wall-clock time, the second
     from CPU time."""
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}

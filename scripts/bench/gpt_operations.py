@@ -39,8 +39,8 @@ class Split(NamedTuple):
 
 
 def layers_of(work: Iterable[Work], number: float = 1.0, recompute: Collection[str] = ()) -> Layers:
-    """Return `number` layers of a stage that each have the operations `work`. Backward repeats the
-    forward of the modules in `recompute`, in which `core` means attention without its projections
+    """Return `number` layers of a stage. Each layer has the operations `work`. Backward repeats the
+    forward of the modules in `recompute`. The module `core` is attention without its projections
     (selective recomputation)."""
     work = tuple(work)
     forward = tuple(op for entry in work for op in entry.forward)
@@ -155,7 +155,8 @@ def gpt_receive(
 ) -> tuple[Work, ...]:
     """Return the collectives of a stage that receives activations in forward, or gradients in
     backward. Each tp rank receives 1/tp of the values and gathers the others (arXiv 2104.04473,
-    section 4.1). With sequence parallelism, a rank keeps its 1/tp of the tokens."""
+    section 4.1). With sequence parallelism, a rank needs only its 1/tp of the tokens, so nothing is
+    gathered."""
     if split.tp == 1 or split.sequence_parallel:
         return ()
     gather = ("all_gather",)
@@ -164,9 +165,10 @@ def gpt_receive(
 
 
 def gradient_sums(parameters: float, tensors: float, microbatches: int) -> tuple[Work, ...]:
-    """Return the passes that add the gradients of a microbatch to their sums over microbatches, for
-    a layer of `parameters` parameters in `tensors` tensors. A pass reads a gradient and the sum and
-    writes the sum. The first microbatch of a step stores its gradients without a sum."""
+    """Return the passes that sum gradients over microbatches, for a layer with `parameters`
+    parameters in `tensors` tensors. A pass reads a gradient and its sum, and writes the sum. The
+    first microbatch of a step needs no passes, because it stores its gradients as the first values
+    of the sums. The result is the mean over the microbatches."""
     repeated = (microbatches - 1) / microbatches
     bytes_moved = 3 * _BYTES * parameters * repeated
     return (_pass(("sums",), 0.0, bytes_moved, 0.0, tensors * repeated),)

@@ -136,10 +136,10 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return a dict for JSON. The key `blocks` maps each library to its median times, and to the
-    speed-up of a pass with our experts over a pass with the library's experts: `speed_up` is
-    measured, and `predicted` is computed from the median times of a pass and of a single MoE
-    block."""
+    """Return a dict for JSON. The key `blocks` maps each library to its median times, and to two
+    values of the speed-up of a pass by our experts: (time with the library's experts) / (time with
+    our experts). The value `speed_up` is measured. The value `predicted` is computed from the
+    median times of a pass and of a single MoE block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

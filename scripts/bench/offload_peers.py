@@ -1,10 +1,10 @@
 """Compare `optimus.offload` with other libraries that train models larger than the device memory.
 
-A point is a training run of one library with one model, batch and limit of device memory, which
-torch's allocator enforces. Each point trains transformers' GPT-2 with random weights, gradient
-checkpointing, sequences of 1,024 tokens and AdamW with clipping. Each point runs in a new process,
-so that the libraries do not affect each other's memory. Points run in a fixed order, the most
-important first, until the time is over.
+A point is a training run of one library with one model, one batch and one limit of device memory.
+torch's allocator enforces this limit. Each point trains transformers' GPT-2 with random weights,
+gradient checkpointing, sequences of 1,024 tokens and AdamW with clipping. Each point runs in a new
+process, so that the libraries do not affect each other's memory. Points run in a fixed order, the
+most important first, until the time is over.
 
     python scripts/bench/offload_peers.py [--budget SECONDS] [--out FILE] [--rehearse]
 
@@ -279,9 +279,9 @@ def run_point(point: Point, device: torch.device, steps: int) -> dict[str, Any]:
 
 def shortest_step(point: Point, parameters: int, links: Links) -> float:
     """Return a lower limit of the time of a training step with all chunks on the host, in seconds.
-    The limit is the maximum of the times of the computation (with recomputation), of the link in
-    each direction (two gathers of 2 bytes per parameter, and a bf16 gradient), and of the updates
-    on the host."""
+    The limit is the longest of four times: the computation with recomputation, the copies to the
+    device (two gathers of 2 bytes per parameter), the copies to the host (a bf16 gradient per
+    parameter), and the updates on the host."""
     tokens = point.batch * point.seq_len * point.microbatches
     return max(
         8 * parameters * tokens / links.flops,

@@ -73,8 +73,8 @@ PEERS = ("ours", "torch", "deepspeed", "bound")
 @dataclass
 class Chunk:
     """Flat tensors [n] for the update of n parameters: fp32 master weights and moments, and bf16
-    gradient and parameters. `grad32` is memory for the fp32 copy of the gradient that other
-    libraries need."""
+    gradient and parameters. Other libraries need an fp32 copy of the gradient, and `grad32` is the
+    memory for this copy."""
 
     master: Tensor
     exp_avg: Tensor
@@ -245,9 +245,10 @@ def bench_norm(size: int, rounds: int, clock: int, device: torch.device) -> dict
         device: Device of the gradients.
 
     Returns:
-        A dict with the seconds per round of the op (`ours`), of its reference implementation
-        (`twin`) and of torch's plain sum (`read`). For `twin` and `read`, the dict also contains
-        the minimum, median and maximum of the ratio of the time to the time of `ours`.
+        A dict with two keys. `seconds`: seconds of each round for the op (`ours`), its reference
+        implementation (`twin`) and torch's plain sum (`read`). `ours_is_faster_paired`: for `twin`
+        and for `read`, the minimum, median and maximum of (time) / (time of `ours`) over the
+        rounds.
     """
     flat, bins = torch.randn(max(BLOCK, size - size % BLOCK), device=device), new_bins(device)
     runs: dict[str, list[Callable[[], Any]]] = {

@@ -42,8 +42,8 @@ SEED, CALIBRATED = 0, 50
 MAX_SHARE = 0.95
 """Largest fitted efficiency."""
 PRODUCT_ERROR = MAX_PRODUCT_ERROR - 0.001
-"""Largest allowed relative error of the modelled rates of the measured products, in the geometric
-mean. It is below MAX_PRODUCT_ERROR, because the written constants are rounded to four digits."""
+"""Largest allowed distance of the result of `_product_ratio` from 1. This limit is below
+MAX_PRODUCT_ERROR, because the written constants are rounded to four digits."""
 SHORT_RUN = 797.51e12
 """FLOP/s of an H100 in a short run for bf16 products of 8192^3
 (github.com/zzc0721/torch-performance-test-data issue 79)."""
@@ -78,10 +78,9 @@ def _product_ratio(rates: Rates) -> float:
 
 
 def _with_efficiency(rates: Rates, value: float) -> Rates:
-    """Return the rates with the efficiency `value`. If the modelled rates of the measured products
-    would then differ by more than PRODUCT_ERROR from the measured rates in the geometric mean, the
-    returned efficiency is the nearest value for which they differ by at most PRODUCT_ERROR. The
-    returned efficiency is at most MAX_SHARE."""
+    """Return the rates with the efficiency `value`. If `_product_ratio` would then differ from 1 by
+    more than PRODUCT_ERROR, the efficiency is instead the nearest value for which the difference is
+    PRODUCT_ERROR. If the efficiency would exceed MAX_SHARE, it is MAX_SHARE."""
     changed = dataclasses.replace(rates, products=rates.products._replace(share=value))
     ratio = _product_ratio(changed)
     allowed = min(max(ratio, 1 - PRODUCT_ERROR), 1 + PRODUCT_ERROR)
@@ -90,9 +89,8 @@ def _with_efficiency(rates: Rates, value: float) -> Rates:
 
 
 def _with_half_size(rates: Rates, value: float) -> Rates:
-    """Return the rates with the half_size `value`, and with the efficiency for which the geometric
-    mean of the modelled rates of the measured products does not change. Return `rates` if this
-    efficiency exceeds MAX_SHARE."""
+    """Return the rates with the half_size `value`. The efficiency changes, too, so that
+    `_product_ratio` does not change. If this efficiency would exceed MAX_SHARE, return `rates`."""
     changed = dataclasses.replace(rates, products=rates.products._replace(half_size=value))
     share = rates.products.share * _product_ratio(rates) / _product_ratio(changed)
     if share > MAX_SHARE:
@@ -146,8 +144,8 @@ def errors_of(rows: Sequence[Row], rates: Rates) -> list[float]:
 
 
 def fit(rates: Rates, constants: Sequence[Constant], rows: Sequence[Row]) -> Rates:
-    """Return the rates with the constants that minimise the squared errors of log(seconds), by a
-    search along one constant at a time."""
+    """Search for the values of `constants` that minimise the sum of the squared errors of
+    log(seconds). The search changes one constant at a time. Return the rates with these values."""
 
     def loss(candidate: Rates) -> float:
         return sum(math.log1p(error) ** 2 for error in errors_of(rows, candidate))
@@ -167,7 +165,7 @@ def fit(rates: Rates, constants: Sequence[Constant], rows: Sequence[Row]) -> Rat
 
 
 def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return (rows on which constants are fitted, other rows) of the rows on a single node."""
+    """Divide the rows on a single node. Return (rows on which constants are fitted, other rows)."""
     chosen = set(random.Random(SEED).sample(range(len(rows)), CALIBRATED))
     fitting = [row for index, row in enumerate(rows) if index in chosen]
     return fitting, [row for index, row in enumerate(rows) if index not in chosen]
@@ -176,10 +174,10 @@ def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
     """Return the rates with fitted constants.
 
-    Each of eight rounds fits the constants of the one-node rows first, and then the constants of
-    arXiv 2205.05198, Table 5. `half_size` affects both sets of rows. A round sets `half_size` to
-    the geometric mean of its previous value and its fitted value, because rounds that set it to the
-    fitted value do not converge.
+    There are eight rounds. Each round first fits ON_SINGLE_NODE on the one-node rows, and then fits
+    ON_TABLE_5 on the rows of arXiv 2205.05198, Table 5. `half_size` affects both sets of rows. If a
+    round used the fitted value of `half_size`, the rounds would not converge. Therefore a round
+    uses the geometric mean of the previous value and the fitted value.
     """
     products = rates.products._replace(half_size=50.0)
     rates = dataclasses.replace(rates, products=products)
@@ -195,9 +193,9 @@ def fit_a100(rates: Rates, single_node: Sequence[Row]) -> Rates:
 
 
 def write_constants(rates: Rates, path: Path) -> None:
-    """Write the fitted constants to the machine file `path`. A constant replaces the value in the
-    line that begins with its key and contains `fitted_on`. A file without such a line keeps its
-    value."""
+    """Write the fitted constants to the machine file `path`. Each constant is written to the line
+    that begins with the constant's key and contains `fitted_on`. If the file has no such line, the
+    constant is not written."""
     lines = path.read_text().splitlines()
     for constant in (*ON_TABLE_5, *ON_SINGLE_NODE):
         value = f"{constant.get(rates):.4g}"
@@ -254,8 +252,8 @@ def report_table_5(rates: Rates) -> list[str]:
 
 
 def vtrain_rates(rates: Rates) -> Rates:
-    """Return the rates with the network of vTrain's nodes, which reaches the same share of its
-    peak."""
+    """Return the rates with the network of vTrain's nodes. This network reaches the same share of
+    its peak rate as the network in `rates`."""
     node, cluster = rates.links
     rate = VTRAIN_RANK_RATE * cluster.rate / load_machine("a100-80").levels[1].peak.value
     return dataclasses.replace(rates, links=(node, cluster._replace(rate=rate)))

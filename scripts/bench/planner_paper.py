@@ -40,8 +40,8 @@ class Speedups(NamedTuple):
 
     @property
     def pass_share(self) -> float:
-        """Share of forward and backward in the time of the step without FastSparseMoE and EPSO,
-        computed by Amdahl's law."""
+        """Share of forward and backward in the time of a step that uses neither FastSparseMoE nor
+        EPSO. The share is computed by Amdahl's law."""
         return (1 - 1 / self.step_of_passes) / (1 - 1 / self.passes)
 
     @property
@@ -90,9 +90,9 @@ def figure_4(taper: float, share: float = SHARE) -> list[float]:
 
 
 def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
-    """Return two ratios (number of parameters that a rank updates with `optim.sharding` "so") /
-    (number with "epso"). The first is the ratio of the maxima over pipeline ranks, the second is
-    the ratio of the means."""
+    """Compare the numbers of parameters that a rank updates with `optim.sharding` "so" and with
+    "epso". Return two ratios "so" / "epso": the ratio of the maxima over pipeline ranks, and the
+    ratio of the means over pipeline ranks."""
     weights = stage_weights(config, mesh)
     updated = {
         sharding: [updated_parameters(sharding, mesh, w) for w in weights]
@@ -103,9 +103,10 @@ def epso_speedups(config: Config, mesh: Mesh) -> tuple[float, float]:
 
 
 def optimizer_phase(config: Config, mesh: Mesh, rates: Rates, sharding: str) -> float:
-    """Return the total time of the optimizer's reads and writes, the reduction of gradients and the
-    gather of parameters, without overlap, in seconds. The norm of the gradients, the check for
-    values that are not finite and filling the gradients with zeros are not included."""
+    """Return the sum of three times in seconds, without overlap: the optimizer's reads and writes,
+    the reduction of gradients, and the gather of parameters. The sum does not include the norm of
+    the gradients, the check for values that are not finite, or the filling of gradients with
+    zeros."""
     step = step_of(with_optim(config, sharding=sharding), mesh)
     return step.update.optimizer / rates.memory + reductions_s(step, rates)
 

@@ -19,10 +19,11 @@ FUSED_BYTES = 50
 (github.com/NVIDIA/Megatron-LM at cfd2e216, bf16): zeros for the fp32 sum (4), division of the sum
 by the number of data ranks (8), norm (4), Adam on fp32 values (28), copy to the parameter (6)."""
 SEPARATE_BYTES = 64
-"""The same without fused sums (github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): gradients to a
-buffer, division there, and back (12), conversion to fp32 (6), division by the loss scale (8), norm
-(4), Adam on fp32 values (28), copy to the parameter (6). The scaling by a norm above the limit (8)
-is not included, because the sources do not give the norms."""
+"""Bytes that a rank moves for each parameter after backward, without fused sums of gradients
+(github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): copy of gradients to a buffer, division in the
+buffer, and copy back (12), conversion to fp32 (6), division by the loss scale (8), norm (4), Adam
+on fp32 values (28), copy to the parameter (6). The scaling by a norm above the limit (8) is not
+included, because the sources do not give the norms."""
 TENSORS = 12
 """Number of parameter tensors in a block: weights and biases of two norms and four layers."""
 
@@ -68,10 +69,11 @@ class Row(NamedTuple):
 
 
 def gpt_step(row: Row) -> Step:
-    """Return the planner's description of a step of `row` in Megatron-LM: with values of 2 bytes,
-    blocking transfers of 1/tp of the activation, and an all_reduce of gradients. The first and the
-    last stage also sum the gradients of the embedding that they share. The ranks are in the order
-    of Megatron-LM: tp is the innermost axis, then dp, then pp."""
+    """Return the planner's description of a step of `row` in Megatron-LM. Values have 2 bytes,
+    except fused sums of gradients, which have 4 bytes. A transfer sends 1/tp of the activation and
+    is blocking. An all_reduce sums the gradients over data ranks. The first and the last stage also
+    sum the gradients of the embedding that they share. The ranks are in the order of Megatron-LM:
+    tp is the innermost axis, then dp, then pp."""
     tokens, tp, dp, pp = row.microbatch * row.seq_len, row.tp, row.dp, row.pp
     is_selective = row.recompute == "selective"
     split = Split(tp, sequence_parallel=is_selective)
@@ -155,9 +157,9 @@ _TABLE_1 = (
     (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163),
 )
 """arXiv 2104.04473, Table 1: billions of parameters, heads, h, layers, tp, pp, GPUs, batch,
-microbatch, virtual stages, TFLOP/s of a GPU. The paper gives neither the microbatches nor the
-numbers of virtual stages. They are those of the authors' script for this table
-(github.com/NVIDIA/Megatron-LM examples/sc21/run_table_1.sh at de7dc40f)."""
+microbatch, virtual stages, TFLOP/s of a GPU. The microbatches and the numbers of virtual stages are
+not in the paper, but in the authors' script for this table (github.com/NVIDIA/Megatron-LM
+examples/sc21/run_table_1.sh at de7dc40f)."""
 
 
 def rank_flops(batch: int, seq_len: int, layers: int, hidden: int, ranks: int) -> float:

@@ -139,10 +139,10 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
 
     Returns:
         A dict with three keys. `update`: CPU seconds of the AdamW update of a rank's shard. `step`:
-        wall-clock seconds between backward and the next forward, in which gradients are reduced,
-        the norm is computed, parameters are updated and parameters are gathered. `update` and
-        `step` contain the seconds for each sharding and the ratios "epso" / "so". `predicted`:
-        ratio of the sizes of the shards, "epso" / "so".
+        wall-clock seconds of the work between backward and the next forward: reduction of
+        gradients, norm, update of parameters, and gather of parameters. `update` and `step` contain
+        the seconds for each sharding and the ratios "epso" / "so". `predicted`: ratio of the sizes
+        of the shards, "epso" / "so".
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
