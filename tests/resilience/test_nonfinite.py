@@ -1,5 +1,5 @@
-"""Non-finite optimizer states: an error contains the name of the state and the rank that has it,
-and no run loads such a state."""
+"""Tests of non-finite optimizer states. The error message names the state and the rank with this
+state. No run loads a non-finite state."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_d
 
 def save_damaged(tree: dict) -> str:
     """Train without the check of states in a save. After update 4, a second moment on the last rank
-    becomes infinite and is saved. Return the name of its parameter on the last rank, and "" on
-    other ranks."""
+    becomes infinite and is saved. On the last rank, return the name of the parameter with this
+    moment. On other ranks, return ""."""
     run = make_run(tree)
     plain, name = run.update, ""
     train_save.refuse_bad_states = lambda *states: None

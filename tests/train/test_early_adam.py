@@ -85,9 +85,10 @@ def test_clipped_and_unclipped_steps_have_the_bits_of_states_on_the_device(
 
 @pytest.mark.parametrize(("early", "clip_norm"), [("auto", 0.58), ("auto", 0.0), ("on", 0.58)])
 def test_auto_begins_no_early_update_after_a_clipped_norm(monkeypatch, early, clip_norm):
-    """With clipping, early_adam = "auto" expects a clipped norm in the first step, and in a step
-    after a step whose norm was clipped. In these steps, the run begins no early update. With "on",
-    and without clipping, each step begins early updates."""
+    """With clipping, early_adam = "auto" expects a clipped norm in the first step. In a later step,
+    it expects a clipped norm if the norm of the previous step was clipped. In these steps, the run
+    begins no early update. With early_adam = "on", or without clipping, each step begins early
+    updates."""
     expected: list[Any] = []
     start = UpdateQueue.start_step
 

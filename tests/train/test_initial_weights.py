@@ -42,8 +42,9 @@ def piecewise(size: int) -> None:
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
-    """Load the weights at `path` in pieces of `size` elements. Return the numbers of files that
-    this rank opened and of bytes that it read, and the whole masters by parameter name."""
+    """Load the weights at `path` in pieces of `size` elements. Return a dict and the whole masters
+    by parameter name. The dict contains the number of files that this rank opened and the number of
+    bytes that this rank read."""
     piecewise(size)
     config, world, groups, _, shard = make_rank_model(tree)
     states = shard.make_states(initial=False)

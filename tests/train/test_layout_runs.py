@@ -126,8 +126,8 @@ def test_nan_that_collectives_spread_is_reported_with_its_first_rank(
 
 
 def lose_a_peer(tree: dict, signal_number: int) -> None:
-    """Train. In its sixth forward of a microbatch, in the middle of an update, rank 1 sends itself
-    the signal. SIGKILL ends the rank, and SIGSTOP makes the rank hang."""
+    """Train. Rank 1 sends itself the signal in its sixth forward of a microbatch, which is in the
+    middle of an update. SIGKILL ends the rank, and SIGSTOP makes the rank hang."""
     run = make_run(tree)
     forward, calls = run.model.run_blocks, []
 
@@ -166,8 +166,8 @@ def test_rank_that_waits_for_a_lost_rank_reports_its_action(
 
 
 def train_without_the_last(tree: dict) -> RunEnded | None:
-    """Train, and kill the last rank in the first update. Return the `RunEnded` with which the
-    training ends on each other rank, or None if it completes."""
+    """Train, and kill the last rank in the first update. On each other rank, return the `RunEnded`
+    with which the training ends, or None if the training completes."""
     launch = read_launch_env()
     if launch.rank == launch.world_size - 1:
         loop.Run.update = lambda run, step: os.kill(os.getpid(), signal.SIGKILL)

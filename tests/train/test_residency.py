@@ -70,13 +70,14 @@ LAYOUTS = {
     "dp2-pp2-zb-h1": (4, PIPELINE | ALL | {"parallel__schedule": "zb-h1"}, (3, 2)),
     "dp2-tp2-sequence": (4, ALL | {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
-"""For each layout: the number of ranks, the settings, and the two smallest values of
-`optim.cache_chunks` that a run accepts, with `optim.sharding = "so"` and with "epso"."""
+"""For each layout: the number of ranks, the settings, and a pair of values of `optim.cache_chunks`.
+The first value is the smallest that a run with `optim.sharding = "so"` accepts, and the second
+value is the smallest that a run with "epso" accepts."""
 
 
 def on_disk(share: float, directory: Path) -> dict:
-    """Return settings that put the states of the fraction `share` of the offloaded chunks on disk,
-    in `directory`."""
+    """Return settings for states on disk, in `directory`. `share` is the share of the offloaded
+    chunks whose states are on disk."""
     return {"offload__disk_share": share, "offload__disk": str(directory)} if share else {}
 
 

@@ -193,8 +193,8 @@ def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
 
 
 def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
-    """A longer warm-up changes the learning rate of the next step, step 3. More steps change the
-    rate only from step 4 on."""
+    """A longer warm-up changes the learning rate of the next step, step 3. A larger number of steps
+    changes the rate only from step 4 on."""
     plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
     expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep the old rate, set "
     assert expected + "optim.warmup_steps=3" in plan.changes

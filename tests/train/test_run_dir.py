@@ -70,9 +70,8 @@ def test_run_that_cannot_start_removes_only_files_that_it_has_created(tmp_path):
 
 
 def test_lock_file_that_a_refused_run_removes_is_created_again(tmp_path):
-    """A refused run removes the lock file after another process has opened the file, and before
-    this process locks the file. This process must create the lock file again and lock the new
-    file."""
+    """A process opens the lock file. Before the process locks this file, a refused run removes it.
+    The process must create the lock file again and lock the new file."""
     lock = workspace._lock
 
     def remove_and_lock(file, path, kind):

@@ -409,8 +409,8 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
 
 
 def run_and_record_order(tree: dict[str, Any]) -> list[str]:
-    """Train. Return the calls of os.fsync and os.rename in order, each as a text with the name of
-    the function and the name of the file (of the new name for os.rename)."""
+    """Train. Return the calls of os.fsync and os.rename in order, as texts. Each text contains the
+    name of the function and the name of the file. For os.rename, this is the file's new name."""
     order, plain_fsync, plain_rename = [], os.fsync, os.rename
 
     def fsync(fd: int) -> None:

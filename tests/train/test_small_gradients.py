@@ -52,8 +52,8 @@ def worst(single: Outcome, other: Outcome) -> float:
     ],
 )
 def test_layout_error_is_of_the_size_of_rounding(ranks, size, model, layout):
-    """The error of the gradients under a layout must be less than twice the error that changes of
-    the last bits of the parameters cause.
+    """If the last bits of the initial parameters change, the gradients of a single rank have an
+    error. The error of the gradients under a layout must be less than twice this error.
 
     In both tested models, the attention scores of a query are almost equal, so the gradient of the
     softmax is a difference of almost equal numbers.

@@ -29,8 +29,8 @@ from tests.launch.test_spawn import write_config
 SCRIPT = ROOT / "scripts" / "pbs" / "train.sh"
 STEPS, INTERVAL = 40, 4
 MARGIN_S = 12.0
-"""Seconds before the end of a job at which the ranks of the job begin to save a checkpoint and to
-end."""
+"""Length of the last period of a job, in seconds. At the start of this period, the ranks of the job
+begin to save a checkpoint. After the save, they end."""
 LIMIT_S = 150.0
 """Time limit for all jobs of a test together, in seconds."""
 KEYS = ("step", "loss", "grad_norm", "tokens")

@@ -22,7 +22,8 @@ def train_on_a_token(tree: dict, token: int | None) -> dict | None:
 
     Return a dict: the number of rows of each expert, loss and gradient norm of the second update,
     the number of calls of each collective, the initial and the final masters, and the gradients.
-    Masters and gradients are of the whole model on rank 0, and empty dicts on other ranks.
+    On rank 0, masters and gradients are those of the whole model. On other ranks, they are empty
+    dicts.
     """
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)

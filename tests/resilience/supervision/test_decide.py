@@ -1,5 +1,5 @@
-"""Tests of the cause that is attributed to a failure, and of the decision about the next attempt,
-which follows from the ledger."""
+"""Tests of the cause that is attributed to a failure, and of the decision about the next attempt.
+The decision follows from the ledger."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def hello(name: str, attempt: int = 0, pid: int = 5) -> Hello:
 
 
 def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
-    """The only node of a run, which also runs the supervisor, was restarted. A new supervisor that
-    never got a message of the lost agent attributes the failure to no node. If it got a message
+    """The only node of a run, which also runs the supervisor, was restarted. If the new supervisor
+    never got a message of the lost agent, it attributes the failure to no node. If it got a message
     before the agent became silent, it attributes the failure to the node."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
@@ -139,9 +139,9 @@ def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
 def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
     tmp_path, silent_s, is_connected, nodes
 ):
-    """`scancel` ends the job steps of the agents one after the other. If an agent is silent and
-    another agent has lost its connection, the supervisor must wait until the second agent counts as
-    lost, too."""
+    """`scancel` ends the job steps of the agents one after the other. If an agent counts as lost,
+    and another agent has lost its connection, the supervisor must wait until this other agent
+    counts as lost, too."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     for node, heard_at in zip(watcher._agents.nodes.values(), (5.8, 5.0), strict=True):
@@ -160,8 +160,8 @@ def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
 @pytest.mark.parametrize(("attempt", "is_known"), [(2, True), (1, False)])
 def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known):
     """Slurm ends a job while a supervisor takes over attempt 2. The ranks end first, and then the
-    agents. A rank's end that is reported before the takeover is complete counts if the agent runs
-    attempt 2."""
+    agents. An agent reports the end of a rank before the takeover is complete. The report must
+    count if the agent runs attempt 2, and must not count if the agent runs attempt 1."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     started = AttemptStarted(time=1, attempt=2, nodes=("a", "b"), ranks_per_node=1, port=1)
     watcher._history.add(started)

@@ -72,8 +72,9 @@ def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, monkeypatch, fault
     theirs, rename = staging.staged_folder(disk, digest), os.rename
 
     def make_theirs(*names: object) -> None:
-        """Make the folder in which the copy will be unpacked, writable for all users, as another
-        user could do at any time. Then rename `names[0]` to `names[1]`, if `names` are given."""
+        """Make the folder in which the copy will be unpacked, with write permission for all users.
+        Another user could do this at any time. Then rename `names[0]` to `names[1]`, if `names` are
+        given."""
         (theirs / "prefix").mkdir(parents=True)
         theirs.chmod(0o777)
         if names:
