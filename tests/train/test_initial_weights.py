@@ -111,8 +111,8 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
 
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
-    """Train. Return the number of bytes that this rank read from files of weights, and the names of
-    the files that this rank read another time only to hash them."""
+    """Train. Return the number of bytes that this rank read from files of weights, and a list of
+    file names. The list contains the files that this rank hashed in a separate read."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):

@@ -221,8 +221,8 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
 
 
 def host_tensors_in_collectives(tree: dict) -> list[str]:
-    """Train. Return the names of the collectives to which this rank passed a buffer of offloaded
-    states, which is in host memory."""
+    """Train. Offloaded states have buffers in host memory. Return the names of the collectives to
+    which this rank passed such a buffer."""
     host, passed = {}, []
     record, new = collectives._record, Memory.new
 

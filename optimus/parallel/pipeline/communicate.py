@@ -20,8 +20,8 @@ class _Incoming:
         self.num_posted = 0
 
     def post_until(self, action: Action) -> Sequence[Action]:
-        """Return, in order, all receives up to the receive for which `action` waits, except the
-        receives that earlier calls have returned."""
+        """Return the receives up to the receive for which `action` waits, in order. Receives that
+        earlier calls have returned are left out."""
         index = self.position.get(action[1:], -1)
         # Receives have the order of the sends, because some backends match messages only by their
         # order.
