@@ -265,6 +265,9 @@ def report_vtrain(rates: Rates, single_node: Sequence[Row], many: Sequence[Row])
     nearest = sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1]
     position = "within" if nearest <= 0.20 else "above"
     lines += [
+        "The runs used Megatron-DeepSpeed. The rows assume the sums of gradients and the updates "
+        "of Megatron-LM in fp16 before February 2022, because the version is not published.",
+        "",
         "64 to 512 GPUs; no constant was fitted on these rows. "
         + verdict(errors, Bar(0.10, p90=0.20)),
         "The 90th percentile is interpolated between two rows. Without interpolation (nearest "

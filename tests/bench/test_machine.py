@@ -187,6 +187,22 @@ def test_ranks_of_two_nodes_measure_two_levels(ranks, tmp_path):
     assert collective_s("all_reduce", 1 << 20, (0, 1, 2, 3, 4, 5), rates.links) > 0
 
 
+def test_rounded_messages_are_not_above_the_peak():
+    """A message takes 0.99994 s or 1.00049 s, which is rounded to 0.9999 s or 1 s. Its rate is the
+    largest of the level, and for some sizes rounding lowers the peak, too."""
+
+    def figure(value):
+        return {"value": float(f"{value:.4g}"), "source": "test", "date": "2026-11-29"}
+
+    rates = dict.fromkeys(network.OPERATIONS, 1.0)
+    for size in range(100_000, 101_000):
+        for seconds in (0.99994, 1.00049):
+            messages = [network.Message("send", size, seconds)]
+            level = network.LevelRates(rates, 1e-6, messages)
+            (table,) = bench._level_tables({"node": level}, 2, figure)
+            assert size / table["messages"][0]["seconds"]["value"] <= table["peak"]["value"]
+
+
 def test_ranks_that_are_not_in_the_order_of_the_nodes_are_refused():
     launch = replace(SINGLE, rank=1, local_rank=0, local_world_size=2)
     with pytest.raises(ConfigError, match="must have consecutive numbers"):
