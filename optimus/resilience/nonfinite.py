@@ -107,8 +107,9 @@ class ForwardWatch(Recorder):
             self.microbatch = event.microbatch
 
     def look(self, value: object) -> None:
-        """Check `value`, a module's output or this rank's input to a collective. Set `module` and
-        `when` at the first non-finite value that a module has computed from finite inputs."""
+        """Check that `value` is finite. It is the output of a module, or this rank's input to a
+        collective. At the first non-finite value that a module has computed from finite inputs, set
+        `module` and `when`."""
         self._events += 1
         if self.module or _all_finite(value):
             return
@@ -182,10 +183,10 @@ class Finding(NamedTuple):
             finite when it is computed again.
         stage: Pipeline rank; negated for a gradient, because gradients spread towards the first
             stage.
-        when: For a module output, the position among the module outputs and the inputs of
-            collectives that the rank checked, from 1. For a gradient, the number of finite inputs
-            of collectives before the first non-finite input; infinity if all inputs were finite. 0
-            for a value of another kind.
+        when: For a module output, its position in the order of the checks. The rank checks module
+            outputs and inputs of collectives; the first check has the position 1. For a gradient,
+            the number of finite inputs of collectives before the first non-finite input; infinity
+            if all inputs were finite. 0 for a value of another kind.
         depth: Number of parameters after the gradient's parameter in the gradient buffer; 0 for a
             value of another kind.
         rank: The rank that found the value.

@@ -225,8 +225,8 @@ class Agent:
     async def _check_supervisor(self) -> None:
         """Raise OSError if another supervisor has taken over.
 
-        The state of the connection does not show a takeover: if the earlier supervisor is
-        suspended, the connection to this supervisor stays open.
+        The state of the connection does not show a takeover, because the connection to the earlier
+        supervisor stays open if the earlier supervisor is suspended.
         """
         # Read the file in a thread, because reports must continue while the shared file system does
         # not answer.
@@ -428,8 +428,8 @@ class Agent:
         """Send a report every `beat_s` seconds, and soon after a rank has ended or printed a line.
 
         Raises:
-            OSError: The connection is lost, or the other machine has not acknowledged all sent
-                bytes for more than 2 * `beat_s` seconds.
+            OSError: The connection is lost. It also counts as lost if sent bytes are unacknowledged
+                for more than 2 * `beat_s` seconds.
         """
         sent: set[int] = set()
         acknowledged_at = time.monotonic()

@@ -133,8 +133,8 @@ class Node:
     """Number of the launch attempt to which `ranks` belongs."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
-    """Maps each rank of this node that has ended to a number. Over all nodes, these numbers ascend
-    in the order in which the ranks ended."""
+    """The ranks of this node that have ended. The dict maps each of these ranks to a number. Over
+    all nodes, these numbers ascend in the order in which the ranks ended."""
     kill_sent_at: float = -math.inf
     """Time of the last request to kill ranks, by the supervisor's clock."""
     asked: type[Message] = Message

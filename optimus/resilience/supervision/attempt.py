@@ -1,7 +1,7 @@
 """Interface between a rank of a supervised run, its agent and the supervisor.
 
-The agent sets environment variables when it starts a rank. The rank writes its progress through a
-memory map to a small file on the node, which the agent reads. The supervisor lists the updates to
+The agent sets environment variables when it starts a rank. The rank writes its progress to a small
+memory-mapped file on the node, and the agent reads this file. The supervisor lists the updates to
 skip in a file of the run directory. This module does not import torch.
 """
 

@@ -72,7 +72,8 @@ class RankProgress(NamedTuple):
     phase_s: float
     """Seconds since the rank entered its present phase."""
     failure: int = 0
-    """Exit status of an error that the rank has raised, while its process still runs; 0 if none."""
+    """Exit status of the error that the rank has raised; 0 if it has raised no error. The process
+    of the rank still runs."""
     phase: RankPhase = "update"
 
 
@@ -105,8 +106,8 @@ class Evidence:
     """The reason why mpiexec has not started all ranks; "" if mpiexec has started all ranks or may
     still start them."""
     is_cut_off: bool = False
-    """True if all nodes except the supervisor's became silent at the same time, so that the network
-    of the supervisor's node is probably the cause."""
+    """True if all nodes except the node of the supervisor became silent at the same time. The cause
+    is then probably the network of the supervisor's node."""
 
 
 class _Cause(NamedTuple):
@@ -263,9 +264,9 @@ def names_cause(evidence: Evidence) -> bool:
     """Return True if the ends of ranks already show the cause of a failure.
 
     The result is True if a rank has ended with an error that is not the result of another rank's
-    failure, and if no running rank has raised an error. The second condition is needed because the
-    running rank may end with the same error; a failure of several ranks with the same error is not
-    attributed to a node.
+    failure, and if no running rank has raised an error. The second condition is needed because a
+    running rank that has raised an error may end with the same error as the first rank. A failure
+    of several ranks with the same error is not attributed to a node.
     """
     has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
     return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)
@@ -441,10 +442,14 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
     """Return the last earlier failure with the same cause as the failure `end`; None if there is
     none.
 
-    Two failures have the same cause if they have the same signature and step, and if they are
-    attributed to different nodes, or neither is attributed to a node. After a start from the older
-    checkpoint, two failures that are attributed to the same node may also have the same cause,
-    because the failure has already occurred on two nodes.
+    Two failures have the same cause if their signatures and steps are equal and one of these
+    conditions is true:
+
+    - The failures are attributed to different nodes.
+    - Neither failure is attributed to a node.
+    - The failures are attributed to the same node, and the last attempt started from the older
+      checkpoint. An attempt starts from this checkpoint only after the failure has been repeated,
+      so that no node is the cause.
 
     Non-finite values are compared with all earlier failures of the run. Any other failure is
     compared only with the failure directly before it in this job, and only after the first update,

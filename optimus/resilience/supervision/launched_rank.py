@@ -114,7 +114,8 @@ async def receive_rank(
     arguments: Sequence[str],
     limit_s: float,
 ) -> LaunchedProcess:
-    """Wait until mpiexec has started the process for a rank, and let it run `optimus ARGUMENTS`.
+    """Wait until mpiexec has started the process for a rank. Then let this process run
+    `optimus ARGUMENTS`.
 
     Args:
         secret: The launch secret.

@@ -57,8 +57,8 @@ class Launcher(ABC):
         """Return the addresses of this machine at which the supervisor listens.
 
         These are the IPv4 addresses of the machine's network interfaces, except loopback addresses.
-        The host name is returned only if there is no such address, because some systems map the
-        host name to a loopback address.
+        If the interfaces have only loopback addresses, the host name is returned. In other cases,
+        the host name is not used, because some systems map it to a loopback address.
         """
         addresses = [
             entry.address
@@ -117,8 +117,9 @@ class Local(Launcher):
 class Srun(Launcher):
     """Launcher for Slurm. It starts the agent of each node in a separate job step.
 
-    Slurm would cancel a job step of several nodes as a whole if one of the nodes did not answer at
-    the start, or reset its connections later.
+    Slurm cancels a job step if a node of the step does not answer at the start, or if a node of the
+    step resets its connections later. With a single job step for all nodes, the failure of one node
+    would therefore end the agents of all nodes.
     """
 
     name = "srun"
@@ -153,8 +154,8 @@ class Mpiexec(Launcher):
 
     Args:
         machine, nodes: As for Launcher.
-        starts_ranks: True if, in each attempt, another mpiexec starts the ranks on all nodes,
-            instead of the agents. Transports over MPI require this.
+        starts_ranks: False if agents start the ranks. True if another mpiexec starts the ranks on
+            all nodes in each attempt. Transports over MPI require this mpiexec.
     """
 
     name = "mpiexec"
@@ -233,8 +234,8 @@ def read_nodes(
 
 
 def _read_hosts(path: Path) -> list[str]:
-    """Return the distinct host names in the file that `--hosts` names, one from each line. Raises
-    ConfigError if the file cannot be read or has an invalid or repeated line."""
+    """Return the host names in the file of `--hosts`, which has a different host name in each line.
+    Raises ConfigError if the file cannot be read, or if a line is invalid or repeated."""
     try:
         lines = files.read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:

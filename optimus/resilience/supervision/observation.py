@@ -33,11 +33,11 @@ failure. Within this time, the ranks agree on the cause and end."""
 _SAVE_S = 600.0
 """Longest time in seconds from a stop signal to the end of all ranks."""
 _STALL_FACTOR = 1.2
-"""An attempt has failed if no rank starts a collective for _AGREE_S plus `parallel.timeout_s` times
-this factor. Ranks that wait for each other end earlier, after `parallel.timeout_s` seconds."""
+"""An attempt has failed if no rank starts a collective for this factor * `parallel.timeout_s` +
+_AGREE_S seconds. Ranks that wait for each other end earlier, after `parallel.timeout_s` seconds."""
 _STOP_S = 60.0
-"""Seconds to wait for the other ranks after a rank has ended without an error, because the run is
-complete or stops."""
+"""Seconds to wait for the other ranks after a rank has ended without an error. Ranks end without an
+error if the run is complete or stops."""
 _CANNOT_START = 127
 """Exit status in the evidence for the first rank of a node whose agent cannot start the ranks."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
