@@ -52,8 +52,9 @@ class RefuseDDP(NotCopied):
     reason="an offloaded model does not support torch.compile; use the model without it"
 )
 def refuse_compiled() -> None:
-    """Raise ConfigError, because torch.compile traces an offloaded model. torch.compile does not
-    trace this function itself, so the user sees this ConfigError instead of an error of torch."""
+    """Raise ConfigError. This function is called if torch.compile traces an offloaded model.
+    The function itself is excluded from the trace, so the user sees this ConfigError instead of an
+    error of torch."""
     raise ConfigError(
         "the model was compiled by torch.compile, which does not support the hooks of an offloaded "
         "model; use the model without torch.compile"
@@ -127,9 +128,9 @@ def check_model(model: Any) -> None:
 
 
 def _check_parameters(named: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    """Check the parameters of a model. Return a dict from the memory address of each parameter that
-    has elements to the name of the parameter. Raises ConfigError if a parameter cannot be
-    offloaded."""
+    """Check the parameters of a model. Return a dict from memory addresses to the names of the
+    parameters at these addresses. Parameters without elements are left out. Raises ConfigError if a
+    parameter cannot be offloaded."""
     refuse_if(
         not any(p.requires_grad for p in named.values()),
         "no parameter requires a gradient; set requires_grad of the parameters to train",

@@ -7,17 +7,17 @@ the tensor. torch then passes each call of a torch function with this tensor to
 `__torch_function__`:
 
 - Functions that need no values, such as `shape`, run unchanged.
-- A read of a parameter first gathers the parameter, that is, copies its chunk to the device. The
-  read is refused if autograd records the function, because the backward of the function would read
-  the parameter again, at a time that no hook observes. If a function reads parameters of several
-  chunks, it gets copies of the parameters that are not in the chunk of the first parameter, because
-  the cache on the device can be too small for all of these chunks.
+- Before a function reads a parameter, the parameter is gathered, that is, its chunk is copied to
+  the device. The call is refused if autograd records the function, because the backward of the
+  function would read the parameter again, at a time that no hook observes. If a function reads
+  parameters of several chunks, only the chunk of the first parameter is kept on the device, because
+  the cache can be too small for all chunks. The function gets copies of the other parameters.
 - A write to a parameter is refused. A function that writes to another tensor, such as
   `average.lerp_(parameter, 0.1)`, only reads the parameter.
 - During the backward of a segment, reads and writes of a gradient of the segment use the gradient
   on the device, and views of this gradient are guarded, too. At any other time, reads and writes of
-  a gradient use the sum on the host. If such a function also reads a parameter, it gets a copy of
-  the parameter on the host.
+  a gradient use the sum on the host. A function that uses this sum and also reads a parameter gets
+  a copy of the parameter on the host.
 - NumPy arrays of parameters are copies, because a storage that NumPy refers to cannot be freed.
 
 While a segment computes, its parameters have their original class, so that guards cost no time in
@@ -366,7 +366,8 @@ def _run_on_parameters(
 
 
 def _guard_views(result: Any, kind: type, storages: dict[int, Guard]) -> None:
-    """Change the class of the tensors in a result that are views of `storages` to `kind`."""
+    """If tensors in a result are views of `storages`, change the class of these tensors to
+    `kind`."""
     for tensor in tensors_in(result):
         of_view = storages.get(_storage_of(tensor))
         if of_view is not None:
@@ -380,8 +381,8 @@ def storages_of(parameters: Sequence[Tensor]) -> dict[int, Guard]:
 
 
 def views_of(storages: Collection[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return those of `tensors` whose storage is in `storages`, which has values of
-    `Guard.storage`. The result contains guarded parameters and views of guarded parameters."""
+    """Return the elements of `tensors` that are guarded parameters or views of guarded parameters.
+    `storages` contains the storages of these parameters, as values of `Guard.storage`."""
     return [
         tensor
         for tensor in tensors
@@ -427,15 +428,15 @@ def _refuse_recorded(result: Any, parameter: Guard, function: str) -> None:
     refuse_if(
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(result)),
         f"offloaded parameter {name} is used with gradients outside of the forward of {segment}, "
-        f"or after a backward in this forward (in {function}). Backward could not read the "
-        f"parameter there; call {segment}, or a module that shares the parameter (such as another "
+        f"or after a backward in this forward. The backward of {function} could not read the "
+        f"parameter; call {segment}, or a module that shares the parameter (such as another "
         "nn.Linear), or read the parameter in torch.no_grad()",
     )
 
 
 def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a function writes: `out` and, if the name is that of an in-place
-    function or of the setter of `data`, the first argument."""
+    """Yield the tensors that a function writes: the tensors in `out`, and the first argument if
+    `name` is the name of an in-place function or of the setter of `data`."""
     yield from tensors_in(kwargs.get("out"))
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_in_place = is_in_place or (name.startswith("__i") and name != "__invert__")
@@ -466,9 +467,9 @@ def _copy(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def _replace(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Return a copy of `value`, a value for `tensors_in`, in which tensors are replaced by those in
-    `copies`, a dict from `id(tensor)` to the replacement. If `copies` is empty, return `value`
-    itself."""
+    """Return a copy of `value` in which tensors are replaced. `value` can be any argument of
+    `tensors_in`. `copies` is a dict from `id(tensor)` to the replacement of this tensor. If
+    `copies` is empty, return `value` itself."""
     if not copies:
         return value
     if isinstance(value, Tensor):

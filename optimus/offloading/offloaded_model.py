@@ -164,8 +164,8 @@ class OffloadedModel(NotCopied):
         return guarded
 
     def _watch_tensors(self) -> list[str]:
-        """Watch for in-place changes of the parameters on the device that have a master. Return the
-        names of these parameters."""
+        """Watch for in-place changes of all parameters that are on the device and have a master.
+        Return the names of these parameters."""
         names = [n for n in self.trained if n not in self._guarded and self._has_master(n)]
         for name in names:
             guard.watch(self.named[name])
@@ -238,8 +238,8 @@ class OffloadedModel(NotCopied):
     # -- uses of segments ------------------------------------------------------------------------
 
     def use(self, index: int, backward: bool, callers: Collection[int]) -> None:
-        """Provide a segment with its parameters and, for a backward, its gradient buffers. Provide
-        `callers`, its callers in the forward (`SegmentCalls`), with theirs, too."""
+        """Provide a segment with its parameters and, for a backward, with its gradient buffers. Do
+        the same for `callers`: the segments that call it in the forward (`SegmentCalls`)."""
         self.check_open()
         refuse_if(
             backward and torch.is_grad_enabled() and bool(self._guarded),
@@ -297,9 +297,9 @@ class OffloadedModel(NotCopied):
         remedy = self._larger_cache.format(needed)
         refuse_if(
             needed > slots,
-            f"{self._hooks[index].name} is called by the forward or a hook of {outer}, inside of "
-            f"which it is not; together they need {counted(needed, 'chunk')}, but the cache has "
-            f"{slots}; use {remedy}, or leave out the call",
+            f"{self._hooks[index].name} is called by the forward or a hook of {outer}, but is not "
+            f"inside of the caller; together they need {counted(needed, 'chunk')}, but the cache "
+            f"has {slots}; use {remedy}, or leave out the call",
         )
         return self._gather_all(together)
 
@@ -311,8 +311,8 @@ class OffloadedModel(NotCopied):
         return [self._guarded[name] for name in names]
 
     def close(self, index: int) -> None:
-        """Guard the parameters of a segment that has computed its forward. If a backward continues
-        after this forward, provide its segments with their parameters again."""
+        """Guard the parameters of a segment that has computed its forward. If this forward has
+        interrupted a backward, gather the parameters for the rest of this backward again."""
         if not self.calls.end_forward(index):
             return
         others = [self._hooks[i].names for i in self.calls.callers_of(index)]
@@ -550,8 +550,8 @@ class OffloadedModel(NotCopied):
         return states
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Make those of `parameters` whose home is the host views of host memory, after all
-        updates."""
+        """Wait for all updates. Then set `data` of each offloaded parameter in `parameters` to a
+        view of host memory."""
         self.engine.wait()
         for name, parameter in parameters.items():
             if name in self._guarded:
@@ -568,8 +568,8 @@ class OffloadedModel(NotCopied):
                 guard.close(parameter)
 
     def adopt_changes(self) -> None:
-        """For each parameter on the device that code outside of this class has changed in place,
-        set the master from the new value."""
+        """Find the parameters on the device that other code has changed in place, and set their
+        masters from the new values."""
         changed = [name for name in self._watched if self._is_changed(name)]
         if changed:
             self.adopt_values({name: self.named[name] for name in changed})

@@ -82,28 +82,29 @@ def offload(
         lr, betas, eps, weight_decay: Defaults of the groups, as for torch.optim.AdamW.
         clip_norm: Largest 2-norm of all gradients; None for no clipping.
         device_memory: Device memory that training may use, such as "20GB" or a number of bytes. On
-            an accelerator, larger allocations then fail. None for the memory of the device or, on a
-            CPU, to keep all states on the host.
+            an accelerator, allocations beyond this limit fail. If the value is None, an accelerator
+            can use all of its memory, and a CPU keeps all states on the host.
         host_share: Fraction of the chunks in host memory, from 0 to 1. Replaces `device_memory`.
         cache_chunks: Number of chunks of parameters on the device at the same time. 0 for as many
-            as fit into `device_memory` or, with `host_share`, for the chunks of three segments.
-        chunk_length: Number of elements of a chunk; 0 for that of the largest block.
+            as fit into `device_memory`. With `host_share`, 0 for the chunks of three segments.
+        chunk_length: Number of elements of a chunk; 0 for as many as the largest block has.
         device: Device on which the model computes; None for the accelerator, if there is one.
         example: Keyword arguments of the forward for the largest batch, such as `input_ids` and
-            `labels`, on any device. The activations of a step are then computed from these
-            arguments on torch's meta device, and of all placements that fit into `device_memory`,
-            that with the shortest simulated step is selected. A larger batch is refused. None to
-            leave half of `device_memory` to activations.
-        host_memory: Host memory for states, as `device_memory`. None for the memory of this process
-            less a reserve for Python and its libraries (2 GiB and 5 %, at most a quarter).
-        disk: Directory on a local disk for the masters and moments of as few chunks as possible, if
-            the states exceed the host memory. "" to refuse such a model.
+            `labels`, on any device. The memory of activations is then computed from these arguments
+            on torch's meta device. Of the placements that fit into `device_memory`, the placement
+            with the shortest simulated step is selected. A larger batch is refused. None to leave
+            half of `device_memory` to activations.
+        host_memory: Host memory for states, such as "20GB" or a number of bytes. None for the
+            memory of this process less a reserve for Python and its libraries. The reserve is 2 GiB
+            and 5 %, but at most a quarter of the memory.
+        disk: Directory on a local disk. If the states exceed the host memory, the masters and
+            moments of as few chunks as possible are stored there. "" to refuse such a model.
         disk_memory: Bytes on disk that states may use; None for all free bytes.
         early_adam: Time at which the host begins to update a chunk. "off": in `step`. "on": after
             as many backward passes as in the last step, before the norm of all gradients is known.
             The host keeps the old states until `step` and needs memory for a second copy of the
-            states. "auto": as "on", but not in the step after a step that was clipped, and only for
-            as many chunks as fit in half of the free host memory.
+            states. "auto": as "on", with two limits. The step after a step that was clipped has no
+            early updates. The second copies use at most half of the free host memory.
 
     Raises:
         ConfigError: The model or an argument is not supported.
@@ -438,7 +439,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _expected_update(self) -> tuple[float, float] | None:
         """Return the arguments (`lr`, `grad_scale`) that the next update of the engine will
-        probably have; None to begin no update early."""
+        probably have; None if no update may begin early."""
         clips = self._clip_norm is not None and self._has_clipped
         if self._early_adam == "off" or (self._early_adam == "auto" and clips):
             return None
@@ -542,8 +543,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model.engine.sync_params()
 
     def _checked(self, name: str, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Check and return the loaded states of a parameter; {} if `state` is None, because the
-        parameter had no update. Raises ValueError if a state is missing or has another shape."""
+        """Check and return the loaded states of a parameter. If the parameter had no update,
+        `state` is None and the result is {}. Raises ValueError if a state is missing or has another
+        shape."""
         if state is None:
             return {}
         if "step" not in state:

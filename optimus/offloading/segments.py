@@ -89,7 +89,8 @@ def find_segments(model: nn.Module) -> list[ModuleSegment]:
 
 
 def _merge(first: ModuleSegment, second: ModuleSegment) -> ModuleSegment:
-    """Return the segment of a module that two modules enclose, as if they share a ModuleList."""
+    """Return a single segment for a module that occurs in two other modules. `first` and `second`
+    are its segments in these modules."""
     inherited = tuple(dict.fromkeys(first.inherited + second.inherited))
     names = dict.fromkeys(first.parameters + second.parameters)
     direct = tuple(name for name in names if name not in inherited)
@@ -327,9 +328,9 @@ class _BackwardTrigger:
 class SegmentCalls(NotCopied):
     """Records which segments compute now, to find the callers of a segment.
 
-    The callers of a segment are the segments whose forward or hooks call it as a module that they
-    do not enclose, so that it does not have all their parameters. They may use these parameters
-    before and after the call, also in backward.
+    Segment A is a caller of segment B if the forward or a hook of A calls B, and A does not enclose
+    B. Then B does not have all parameters of A, and A may use its parameters before and after the
+    call, also in backward.
 
     Args:
         hooks: Hooks of all segments.
@@ -349,9 +350,9 @@ class SegmentCalls(NotCopied):
         segment, as `_present_operation` returns it."""
 
     def callers_of(self, index: int) -> list[int]:
-        """Return the segments that call a segment now. In a recomputation, also return those that
-        called it in a forward and whose backward may still run. In a hook of backward, also return
-        all segments whose backward may still run."""
+        """Return the callers of a segment that run now. In a recomputation, also return each caller
+        of the segment in an earlier forward, if the backward of this caller may still run. In a
+        hook of backward, also return all other segments whose backward may still run."""
         names = self._hooks[index].names
         calling = [i for i in self._in_forward if not self._hooks[i].names <= names]
         calling = [i for i in calling if self._hooks[i].num_running()]
@@ -371,8 +372,8 @@ class SegmentCalls(NotCopied):
 
     def end_forward(self, index: int) -> bool:
         """Record the end of a segment's forward. Return False if an outer call of the same module
-        still runs, or if its backward runs: a nested checkpoint may then recompute the forward
-        without hooks."""
+        still runs. Also return False if the backward of the segment runs, because a nested
+        checkpoint may then recompute the forward without hooks."""
         if index not in self._in_forward:  # a hook has failed before the use
             return True
         while self._in_forward.pop() != index:
@@ -387,12 +388,12 @@ class SegmentCalls(NotCopied):
         self._in_backward, self._recomputed_for = indices, None
 
     def interrupted_backward(self) -> Sequence[int]:
-        """Return the segments whose backward continues after a forward that has just ended, without
-        a further use in backward.
+        """Return the segments whose backward was interrupted by a forward and now continues. Call
+        this method at the end of a forward.
 
-        A recomputation interrupts the backward of a segment. If it computes other segments after
-        this segment, such as a block under `torch.no_grad()`, the last use is not the segment whose
-        backward continues.
+        A recomputation interrupts the backward of a segment. The recomputation can also compute
+        other segments after this segment, such as a block under `torch.no_grad()`. The last use is
+        then the use of another segment, and no new use begins when the backward continues.
         """
         operation = _present_operation()
         if operation is None or operation != self._recomputed_for:

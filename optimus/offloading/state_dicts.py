@@ -23,8 +23,8 @@ class Owner(Protocol):
         """Keep handles of hooks, to remove the hooks when the offloading ends."""
 
     def show_values(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Wait for all updates. Then make the offloaded parameters of `parameters` views of their
-        values in host memory."""
+        """Wait for all updates. Then set `data` of each offloaded parameter in `parameters` to a
+        view of host memory."""
 
     def hide_values(self, parameters: dict[str, nn.Parameter]) -> None:
         """Undo `show_values`."""
