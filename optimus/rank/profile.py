@@ -128,8 +128,9 @@ class UseTracker(Recorder):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Implementation of torch's scaled dot-product attention for meta tensors. The counted
-        bytes and FLOPs do not depend on causal masks and, on an accelerator, not on dropout."""
+        """Implementation of torch's scaled dot-product attention for meta tensors. It counts a
+        fused kernel, for which causal masks and dropout change no bytes and no FLOPs. On a CPU, it
+        counts several operations if torch has no fused kernel, for example with dropout."""
         if attn_mask is not None and attn_mask.dtype is torch.bool:  # as torch does
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         is_fused = dropout_p == 0 and query.shape[-1] == value.shape[-1] and query.dim() == 4
@@ -227,7 +228,7 @@ class ModelProfile(NamedTuple):
     boundary: int
     """Bytes of the tensor that a stage sends to the next stage."""
     frees_input: bool
-    """True if a layer frees its input after the forward, because its backward does not need it."""
+    """True if layers free their input after the forward. Their backward does not need the input."""
     divides_backward: bool
 
     def stage(

@@ -89,8 +89,8 @@ class _Work(NamedTuple):
 
     flops: int
     operation: Product | Pass | None
-    """None if the operation moves no bytes, and for a grouped product of experts, whose size
-    depends on the number of rows of each expert."""
+    """None if the operation moves no bytes. Also None for a grouped product of experts, because its
+    size depends on the number of rows of each expert."""
 
 
 _Shape = tuple[torch.Size, tuple[int, ...], torch.dtype] | None
@@ -203,8 +203,8 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _ExpertRows(NamedTuple):
-    """Factors by which the kernel launches and the bytes of operations on rows of experts are
-    multiplied, in a layer."""
+    """Factors for the operations on rows of experts in a layer. The kernel launches and the bytes
+    of these operations are multiplied by the factors."""
 
     launches: int
     """Number of kernel launches of each operation: on a CPU, one for each expert."""
@@ -219,10 +219,11 @@ class _Storage(NamedTuple):
     num_bytes: int
     """Counted bytes. Storages that existed before the first operation count as 0 bytes."""
     rows: _ExpertRows | None
-    """Factors for operations that read this storage; None if they are not operations of experts.
-    Only operations of experts read row indices and results of grouped products. The tracker
-    identifies operations of experts by these operands, because a divided backward computes the
-    gradients of experts without the ops in `_EXPERTS`."""
+    """Factors for operations that read this storage, if these are operations of experts; otherwise
+    None. The storage belongs to operations of experts if it has row indices or the result of a
+    grouped product, because no other operations read such tensors. The ops in `_EXPERTS` do not
+    identify all operations of experts: a divided backward computes the gradients of experts without
+    these ops."""
 
 
 class TensorTracker(TorchDispatchMode):

@@ -1,12 +1,12 @@
 """List of the collectives and messages of a rank in an update, in order, computed without process
 groups.
 
-`plan_traffic` builds the `ChunkEngine`, which has the model states of the rank, on the meta device,
-and lets it execute the actions of the pipeline schedule. As in training, the engine decides when
+`plan_traffic` builds a `ChunkEngine` with the model states of the rank on the meta device, and runs
+the actions of the pipeline schedule with this engine. As in training, the engine decides when
 gradients are reduced and parameters are gathered. Collectives of meta tensors send no data, and
-only call the recorder. The model does not run: the profile of its segments (`optimus.rank.profile`)
-contains the collectives of each forward and backward, and after which of these collectives each
-gradient is complete.
+only call the recorder. The model does not run. The profile of its segments (`optimus.rank.profile`)
+contains the collectives of each forward and backward. For each gradient, the profile also contains
+the number of collectives before the gradient is complete.
 
 The collectives are in the order in which the rank starts them. Collectives of different process
 groups, and those that overlap with computation, may run and end in another order.
