@@ -83,10 +83,11 @@ class Peak:
     setup: Setup
     flops: float
     spread: float | None
-    """Relative difference between the rates of the fastest measured matrix product and a slower
-    one: the third fastest or, of 30 or more products, the product at the 10th percentile of times.
-    A large spread means that the measurement is unreliable. None if `flops` is only an estimate,
-    because other programs interrupted too many products."""
+    """Relative difference between the rates of the fastest measured matrix product and of a slower
+    product. If at least 30 products are measured, the slower product is the product at the 10th
+    percentile of times; otherwise it is the third fastest product. A large spread means that the
+    measurement is unreliable. If other programs interrupted too many products, `flops` is only an
+    estimate, and the spread is None."""
     method: str
     """Phrase for log lines that says how `flops` was found, such as "measured 512^3 matmul"."""
     measured_at: str

@@ -67,9 +67,10 @@ def write_trace(
         path: The file.
         ranks: The actions of each rank, in order.
         title: Name of the trace, such as `planned`.
-        others: Maps the name of each resource other than the device to the operations of this
-            resource, such as transfers, on each rank. In the trace, a resource is a process that
-            has a row for each rank, and more rows if operations of a rank overlap.
+        others: Operations of resources that are not the device, such as transfers. The key is the
+            name of the resource; the value has the operations of each rank. In the trace, a
+            resource is a process that has a row for each rank, and more rows if operations of a
+            rank overlap.
 
     Raises:
         ConfigError: The file cannot be written.

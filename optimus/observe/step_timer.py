@@ -16,11 +16,11 @@ _OTHER = "other"
 class StepTimer(Recorder):
     """Recorder that measures the components of updates on this rank.
 
-    Each moment of an update belongs to its innermost phase. On a CPU, the timer reads the clock of
-    the host at the start and at the end of each phase. On an accelerator, the timer records an
-    event in the current stream and reads the times of the events after the update, so that the host
-    never waits for the device. The time of a phase is then measured in the stream. This time
-    includes waits of the stream for a collective or for the host.
+    If a phase contains another phase, the time of the inner phase is not counted for the outer
+    phase. On a CPU, the timer reads the clock of the host at the start and at the end of each
+    phase. On an accelerator, the timer records events in the current stream at these moments. It
+    reads the times of the events after the update, so that the host never waits for the device.
+    These times include waits of the stream for a collective or for the host.
 
     Args:
         device: The device of the rank.
