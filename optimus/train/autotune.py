@@ -124,7 +124,8 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
     All ranks must call this function. Every rank makes the same choices. If the model has no
     experts and no rank selects a backend by name, return the configured values and activate nothing
-    on the device. With offloading on an accelerator, also activate the kernels of the host's CPU.
+    on the device. If the run offloads and the device is an accelerator, the kernels of the host's
+    CPU are always activated.
 
     Args:
         config: The run's configuration.
@@ -273,8 +274,8 @@ def _form_setting(config: Config) -> str:
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
     """Return the implementation of the grouped GEMM that the configuration selects. For "auto",
-    return the implementation in `stored`, which contains the settings of the checkpoint, or "auto"
-    if `stored` contains no implementation."""
+    return the implementation in `stored`, the settings of the checkpoint. Return "auto" if `stored`
+    contains no implementation."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
@@ -322,8 +323,8 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the sizes of the slices into which tensor parallelism divides the intermediate size of
-    an expert, in ascending order and without duplicates."""
+    """Return the intermediate sizes of an expert's tensor-parallel slices, in ascending order and
+    without duplicates."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
@@ -467,8 +468,8 @@ def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
     """Return the dispatcher in `stored`, the settings of a checkpoint. Return "auto" if `stored`
-    has no dispatcher, or if ep, tp, the microbatch size or `train.deterministic` in `stored` differ
-    from those of this run."""
+    has no dispatcher, or if this run has another value of ep, tp, the microbatch size or
+    `train.deterministic` than the checkpoint."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,

@@ -52,8 +52,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--nproc",
         type=int,
         metavar="N",
-        help="start N ranks on this node; without --nproc, mpiexec, srun or torchrun sets rank and "
-        "world size",
+        help="start N ranks on this node (default: mpiexec, srun or torchrun starts the ranks and "
+        "sets rank and world size)",
     )
     parser.add_argument(
         "--dry-run",
@@ -70,8 +70,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="with --dry-run: check that the run fits on a machine, a name in configs/machine or "
-        "the path of a TOML file (default: train.machine)",
+        help="with --dry-run: check that the run fits on the machine NAME; NAME is a name in "
+        "configs/machine, or the path of a TOML file (default: train.machine)",
     )
     _add_skips(parser)
 
@@ -199,8 +199,8 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--launcher",
         choices=("local", "srun", "mpiexec", "ssh"),
-        help="command that starts an agent, which supervises ranks, on each node; default: srun in "
-        "a Slurm job, mpiexec in a PBS job",
+        help="command that starts an agent on each node, to supervise the ranks of the node; "
+        "default: srun in a Slurm job, mpiexec in a PBS job",
     )
     parser.add_argument("--hosts", metavar="FILE", help="file with a host name in each line")
     parser.add_argument(
@@ -217,8 +217,8 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="environment, binding and addresses of a machine: a name in configs/machine, or the "
-        "path of a TOML file",
+        help="file with the environment, binding and addresses of a machine: a name in "
+        "configs/machine, or the path of a TOML file",
     )
     parser.add_argument(
         "--pardon",
@@ -231,8 +231,8 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--next-job",
         metavar="COMMAND",
-        help="bash command that submits the job which continues the run; the command must print "
-        "the name of that job",
+        help="bash command that submits a job to continue the run; the command must print the name "
+        "of this job",
     )
     parser.add_argument(
         "--unless-ended",

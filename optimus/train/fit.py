@@ -1,5 +1,5 @@
-"""Check that a run fits in memory, before the run starts; and comparison of the predicted memory
-and step time with the measured values, after the first updates.
+"""Check before a run starts that the run fits in memory. After the first updates, compare the
+predicted memory and step time with the measured values.
 
 `check_before_ranks` runs in the command that starts the ranks. If this command cannot determine the
 device of the ranks, the first rank makes the check instead, before the rendezvous. This module
@@ -57,8 +57,8 @@ run at least `_FEWEST_UPDATES` updates. The measured step time is the median wit
 `_WARM_UP` updates."""
 _ENDED = "the run ended before the prediction was complete"
 _PREDICTION_BYTES = 1_000_000_000
-"""Bytes that ranks on a CPU must leave free on their node for the process of the prediction, which
-needs less than half of these bytes."""
+"""Bytes that ranks on a CPU must leave free on their node for the process of the prediction. This
+process needs less than half of these bytes."""
 
 
 def capacity_before_ranks(
@@ -93,8 +93,9 @@ def capacity_before_ranks(
 def check_before_ranks(
     config: Config, mesh: Mesh, num_microbatches: int, capacity: Capacity | None
 ) -> bool:
-    """Check that a run fits in the memory `capacity`. Return False if `capacity` is None, so that a
-    rank must make the check; otherwise return True.
+    """Check that a run fits in the memory `capacity`, unless `train.fit_check` is "off". Return
+    False if the check was not made because `capacity` is None. A rank must then make the check.
+    Otherwise return True.
 
     Raises:
         ConfigError: The run cannot fit.
@@ -125,9 +126,9 @@ def check_on_first_rank(
 
 
 def capacity_of_rank(train: TrainConfig, local_rank: int, ranks_per_node: int) -> Capacity:
-    """Return the memory of `train.machine` or, if this setting is empty, of the device of the rank
-    with the number `local_rank` on this node. Raises ConfigError if the machine or the device does
-    not exist."""
+    """Return the memory of the machine `train.machine`. If this setting is empty, return the memory
+    of the device of a rank on this node; `local_rank` is the number of the rank on the node. Raises
+    ConfigError if the machine or the device does not exist."""
     from optimus.platform import device_memory, pick_device
 
     if train.machine:
@@ -152,10 +153,10 @@ class FirstUpdates:
     """Comparison of predicted and measured memory and step time after the first updates of a
     command. Every rank creates this object before its model, and calls `after_update` and `close`.
 
-    The first rank writes the measured values to the file `fit.json` of the run directory, which
-    `optimus plan --against` reads, and starts a `Prediction`. When the prediction is complete, the
-    first rank logs one line. If fit.json already has the values of a run with the same settings, as
-    after a restart, the comparison is left out.
+    The first rank writes the measured values to fit.json in the run directory, and starts a
+    `Prediction`. When the prediction is complete, the first rank logs one line. If fit.json already
+    has the values of a run with the same settings, as after a restart, the comparison is left out.
+    The command `optimus plan --against` also reads fit.json.
     """
 
     def __init__(self, config: Config, mesh: Mesh, num_microbatches: int, world: World) -> None:

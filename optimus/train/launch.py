@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 _ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
-"""Environment variables with the nodes of a job, which Slurm or PBS sets in the job."""
+"""Environment variables that Slurm or PBS sets in a job, to describe the nodes of the job."""
 
 
 _FROZEN = (*FROZEN, "train.global_batch_tokens")
@@ -82,8 +82,7 @@ class LaunchOptions:
     machine: Machine | None = None
     """The machine definition that `--machine` names; None without `--machine`."""
     next_job: str | None = None
-    """Bash command that submits the job which continues the run; None: no further job is
-    submitted."""
+    """Bash command that submits a job to continue the run; None: no further job is submitted."""
     is_dry_run: bool = False
     """True for `--dry-run`. In a dry run, `plan_job` leaves out its checks of the run and of this
     machine. Without a Slurm or PBS job, the nodes get the names `node0`, `node1` and so on."""
@@ -216,8 +215,9 @@ def _allow_open_files(number: int) -> None:
 
 
 def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:
-    """Raise ConfigError if a node of `--pardon` is unknown: it is not in the allocation, and the
-    ledger, the record of the run's earlier jobs, does not mark it as excluded, suspect or good.
+    """Raise ConfigError if a node of `--pardon` is unknown. A node is known if it is in the
+    allocation, or if the run's earlier jobs have marked it as excluded, suspect or good. The ledger
+    in the run directory contains these marks.
 
     A node that is not excluded is accepted, because all jobs of a chain have the same options, and
     an earlier job may have made the node usable again.
@@ -271,9 +271,9 @@ def _valid_sizes(
     config: Config, nodes: int, ranks_per_node: int, capacity: Capacity | None
 ) -> tuple[int, ...]:
     """Return all node counts from 1 to `nodes` with which the configuration is valid. If the
-    settings allow the run to continue on fewer nodes, leave out counts below `nodes` with which the
-    run cannot fit in memory. Raises ConfigError if the configuration is invalid with `nodes`
-    nodes."""
+    settings allow the run to continue on fewer nodes, a count below `nodes` is left out if the run
+    cannot fit in the memory of that number of nodes. Raises ConfigError if the configuration is
+    invalid with `nodes` nodes."""
     may_shrink = config.resilience.on_exhausted == "shrink" and config.train.fit_check == "refuse"
     sizes = []
     for number in range(1, nodes + 1):

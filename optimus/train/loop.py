@@ -308,8 +308,8 @@ class Run:
             start_up.done("model and states")
 
     def _make_timer(self, config: Config) -> StepTimer | None:
-        """Return the timer of `observe.step_components`, which is a recorder of the run; None
-        without this setting, or if the device has no timed events."""
+        """Create the timer of `observe.step_components`, add it to the recorders of the run, and
+        return it. Return None without this setting, or if the device has no timed events."""
         if not config.observe.step_components:
             return None
         try:

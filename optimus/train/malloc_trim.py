@@ -27,8 +27,9 @@ class MallocTrim:
         update."""
 
     def after_update(self) -> None:
-        """Call malloc_trim if the memory of this process has grown by more than an eighth since the
-        first update after the last call. At least _MIN_UPDATES updates pass between two calls."""
+        """Call malloc_trim after the first update. Call it again if the memory of this process has
+        grown by more than an eighth since the update that followed the last call. At least
+        _MIN_UPDATES updates pass between two calls."""
         if self._trim is None or not (used := private_bytes()):
             return
         self._updates += 1

@@ -51,8 +51,8 @@ class Prediction:
         self._end = time.monotonic() + _LIMIT_S
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result of `predict`. Return a dict with only the key `problem`, a text, if the
-        prediction failed, and None while the process runs."""
+        """Return the result of `predict`. Return None while the process runs. If the prediction
+        failed, return a dict with only the key `problem`, whose value is an error message."""
         if self._process.poll() is None:
             if time.monotonic() < self._end:
                 return None

@@ -283,9 +283,9 @@ def find_start(
     training: InstanceSource | None,
     damaged: Mapping[Path, str] = NOTHING,
 ) -> ResolvedStart:
-    """Return the start of a run: the step and the checkpoint or weights from which the run starts,
-    log lines about settings whose values differ from those in the checkpoint, and the steps to
-    skip.
+    """Return the start of a run. It consists of the start step, the checkpoint or the weights to
+    load, log lines about settings whose values differ from those in the checkpoint, and the steps
+    to skip.
 
     A run must lock the run directory before this call, so that no other run commits a checkpoint to
     the directory.
@@ -404,9 +404,9 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return a text to append to a log line about a change of the data or the batch size on resume:
-    the range of instances that the run skips or reads again because of the change. Return "" if the
-    checkpoint does not record its data, batch size and sequence length."""
+    """Return the range of instances that a resumed run skips or reads again because its data or its
+    batch size has changed. The result is a text to append to the log line about the change. Return
+    "" if the checkpoint does not record its data, batch size and sequence length."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -501,8 +501,9 @@ def _check_trainable(key: str, dataset: TokenDataset) -> None:
 
 
 def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
-    """Return the data for the held-out loss: the data set at data.eval_path or, if this setting is
-    empty, the held-out part of the training data. Return None if there is no held-out data."""
+    """Return the data for the held-out loss: the data set at data.eval_path. If this setting is
+    empty, return the held-out part of the training data. Return None if there is no held-out
+    data."""
     if data.eval_path or not data.mix:
         path = data.eval_path or _evaluation_path(data.path)
         return opener.open("data.eval_path", path) if path else None

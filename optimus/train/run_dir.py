@@ -89,8 +89,8 @@ class RunDirectory:
         return sinks
 
     def check_newest(self) -> None:
-        """Raise OptimusError if a later start of the same run has taken over the run directory,
-        because this process must then no longer change the directory."""
+        """Raise OptimusError if a later start of the same run has taken over the run directory.
+        This process must then no longer change the directory."""
         if self.metrics.is_replaced() and not self.workspace.is_open():
             raise OptimusError(
                 f"train.run_dir = {str(self.path)!r}: another start of this run uses the directory "

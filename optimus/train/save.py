@@ -35,14 +35,14 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Limit for repeated warnings about checkpoint directories that cannot be removed. Let n be the
-number of saves for which the free disk space is enough. `Saves` warns again if n is below this
-limit and below its value at the last warning."""
+"""Limit for repeated warnings about checkpoint directories that cannot be removed. A warning is
+repeated if the free disk space is enough for fewer saves than this number, and for fewer saves than
+at the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
-    """Check that a run's initial weights fit the model, and, if `model_interval` is not 0, that the
-    model can be saved as a model-only checkpoint. Builds no model.
+    """Check that a run's initial weights fit the model. If `model_interval` is not 0, also check
+    that the model can be saved as a model-only checkpoint. Builds no model.
 
     Args:
         model: The run's model.
@@ -243,8 +243,9 @@ class Saves:
         """Wait for the previous checkpoint save of the same kind to end, and start the save of
         `step`.
 
-        `reserve` returns the number of bytes that the full save of `step` must still write. The
-        disk must have space for these bytes in addition to the new save.
+        A model-only save can start before the full save of the same step has ended. `reserve` then
+        returns the number of bytes that the full save must still write, and the disk must have
+        space for the model-only save and for these bytes.
         """
         assert pending.saver is not None, "model-only saves need checkpoint.model_interval"
         if (before := pending.save) is not None:

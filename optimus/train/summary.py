@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
-    """Log the plan of a run, the warnings about the plan, the step and the checkpoint from which
-    the run starts, and the settings whose values differ from those in the checkpoint."""
+    """Log the plan of a run and warnings about this plan. Also log the start step and the
+    checkpoint, the settings whose values differ from those in the checkpoint, and the updates that
+    will be skipped."""
     _log("this run", plan_facts(config, plan))
     warnings = network_warnings(config.model, config.train, plan.mesh, ranks_per_node)
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
@@ -138,8 +139,8 @@ def print_end(
 
 
 def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the summary of a plan that the run logs, each as (name, text). A line with
-    the name "" continues the previous line."""
+    """Yield the lines that describe a run's plan in the log. Each line is a tuple (name, text). A
+    line with the name "" continues the previous line."""
     model, train, batch, mesh = config.model, config.train, plan.batch, plan.mesh
     total, active = count_parameters(model)
     size = f"{counted(total, 'parameter')}, {active:,} active per token"
@@ -202,8 +203,8 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return a text to append to a log line about a data set: ": " and its path; "" for a
-    mixture."""
+    """Return a text to append to a log line about a data set. The text is a colon and the path of
+    the data set, or "" for a mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
@@ -261,8 +262,9 @@ def _results(
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
-    """Yield command lines that use the results of a run, to show to the user. If `done` is False,
-    because the run continues later or has no checkpoint, yield only `optimus report`."""
+    """Yield shell commands that use the results of a run. The user can run these commands next. If
+    `done` is False, the run continues later or has no checkpoint. Then yield only `optimus report`.
+    """
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:

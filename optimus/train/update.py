@@ -136,8 +136,8 @@ class Updater:
         return self._result(step, terms, lr, scale)
 
     def _opt_step(self, step: int, microbatches: list[Microbatch], lr: float) -> None:
-        """Execute OPT_STEP, the last action of the pipeline schedule. Update the weights, or skip
-        the update if gradients overflow in fp16 or the run must skip the update number `step`."""
+        """Execute OPT_STEP, the last action of the pipeline schedule. Update the weights. Skip
+        the update if gradients overflow in fp16, or if `step` is a step that the run must skip."""
         scaling = self._loss_scale
         if step in self._skipped_steps:
             self._states.gradients.finish()
