@@ -23,8 +23,8 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Maximum number of ranks of a run in which ranks compile missing kernels. In a run with more
-ranks, the ranks only load libraries from the cache."""
+"""Maximum number of ranks with which a run compiles missing kernels. In a run with more ranks, the
+ranks only load libraries from the cache."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),

@@ -216,8 +216,8 @@ def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _open_cache(root: Path) -> tuple[int, set[int]]:
-    """Return a descriptor of the cache folder and the ids of trusted users. Raises ValueError if
-    the folder is not trusted."""
+    """Return (descriptor of the cache folder, ids of the trusted users). Raises ValueError if the
+    folder is not trusted."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         status, user = os.fstat(folder), os.geteuid()

@@ -65,8 +65,8 @@ def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
 
 @_with_fastest_library
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return the output [T, D] of the experts and, for R rows, the pre-activation
-    h [R + extra_rows(x), 2F]. If `save_h` is False, h is an empty tensor."""
+    """Return the output [T, D] of the experts and the pre-activation h [R + extra_rows(x), 2F]. R
+    is the number of rows of all experts. If `save_h` is False, h is an empty tensor."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)

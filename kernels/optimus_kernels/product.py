@@ -155,8 +155,8 @@ def product(
         b: [K, N] of the same dtype.
         out: [M, N], contiguous. The dtype of `out` can differ from the dtype of a and b.
         add: True to add the product to `out`; False to overwrite `out`.
-        scratch: tensor with at least M * N elements of a's dtype, which is overwritten if
-            `needs_scratch` returns True. If it is None, memory is allocated when needed.
+        scratch: tensor with at least M * N elements and the dtype of `a`. It is overwritten if
+            `needs_scratch` returns True. None: memory is allocated when needed.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):

@@ -63,8 +63,8 @@ def reference(bins: Tensor, flat: Tensor) -> None:
 
 
 def _add_blocks(bins: Tensor, blocks: Tensor) -> None:
-    """Add sums of squares to `bins`. `blocks` contains the sum of each block, fp64 and at least
-    0."""
+    """Add sums of squares to `bins`. Each element of `blocks` is the sum of a block, an fp64 number
+    that is not negative."""
     finite = torch.isfinite(blocks)
     bins[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, blocks, 0.0))
