@@ -59,8 +59,12 @@ def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
     """Raise DataError if the data set in the parent directory of `tokens_dir` belongs to another
-    run: its plan differs from `plan` or, without a plan, its order.json names another plan or its
-    tokenizer differs from `tokenizer_file`."""
+    run.
+
+    If the data set has a plan, the plan must equal `plan`. Otherwise, if the data set has an
+    order.json, this file must name the plan with the hash `plan_xxh3`. If the data set has neither
+    of these files, its tokenizer must equal `tokenizer_file`.
+    """
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -73,15 +77,15 @@ def _check_output(
         expected = (tokens_dir.name, plan_xxh3)
         if not isinstance(order, Order) or (order.tokens_dir, order.plan) != expected:
             raise DataError(
-                f"{dataset} contains the order of other token arrays, made by blend or "
-                "`shuffle --to`; choose another --out"
+                f"{dataset} contains the order of other token arrays (blend or `shuffle --to` "
+                "wrote this order); choose another --out"
             )
     check_tokenizer(tokenizer_file, dataset)
 
 
 def require_tokens(tokens_dir: Path) -> None:
-    """Raise DataError if `--fused` has removed the token arrays, or if tokenization is not
-    finished. The last step of tokenization is the comparison of the ids of the documents."""
+    """Raise DataError if `--fused` has removed the token arrays, or if the document ids have not
+    been compared. The comparison of the ids is the last step of tokenization."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 

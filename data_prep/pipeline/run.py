@@ -73,8 +73,8 @@ class TokenizeRequest:
     """Memory limit of this rank. None: half of the usable memory, but at least 2 GB."""
     max_document: int | None = None
     id_field: str | None = None
-    """Field with the ids of documents. "": ids are not read. None: "id", or "" if `out` contains
-    the plan of an earlier run that did not read ids."""
+    """Field with the ids of documents. "": ids are not read. None: the field is "id". If `out`
+    contains the plan of an earlier run that did not read ids, None has the meaning of ""."""
 
 
 @dataclass(frozen=True)

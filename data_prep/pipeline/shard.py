@@ -64,8 +64,8 @@ read, the copy that is gathered, and the copy that is written."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Bytes of memory for rows that `memory_for` includes for each worker if the machine has enough
-memory."""
+"""Memory for the rows of a worker, in bytes. `memory_for` includes this memory for each worker if
+the machine has enough memory."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def sidecar_path(dataset: Path, shard: int) -> Path:
 
 
 def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[int, int]:
-    """Divide memory between the workers and, if there are several workers, the parent process.
+    """Divide memory between the workers. If there are several workers, the parent process also
+    gets memory.
 
     Args:
         memory_bytes: Memory of all processes together, in bytes.
@@ -483,7 +484,7 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
 
     Args:
         dataset: The directory of the data set.
-        order: The order of the data set or, for a blend, the order of a source.
+        order: The order of the data set. For a blend, it is the order of a source.
         has_arrays: False: missing arrays are not an error, because `--fused` removes arrays.
 
     Raises:

@@ -39,8 +39,8 @@ class ShuffleRequest:
 
 
 def data_sets(out: Path) -> list[Path]:
-    """Return a list with the directory of the training split and, if there is a held-out split, the
-    directory of the held-out split."""
+    """Return a list with the directory of the training split. If there is a held-out split, its
+    directory is the second element of the list."""
     held_out = out / layout.EVAL_DIR
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
