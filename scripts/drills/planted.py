@@ -37,8 +37,8 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest, in seconds."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Pattern of failure messages that show that the changed code is invalid, for example because the
-code cannot be imported. A test that fails with such a message has not caught the fault."""
+"""Pattern for the messages of failed tests. A match shows that the changed code is invalid, for
+example that it cannot be imported. A test with such a message has not caught the fault."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 """Maps the name of an XML element in the JUnit entry of a test case to the outcome of the case."""
 
@@ -186,8 +186,8 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
         skipped: Maps the name of each test that is skipped on this machine to the reason.
 
     Returns:
-        The verdict ("caught", "MISSED", "NO VERDICT" or "not decidable here"), and the reason for
-        the verdict; "" for "caught".
+        (verdict, reason). The verdict is "caught", "MISSED", "NO VERDICT" or "not decidable here".
+        The reason for the verdict "caught" is "".
     """
     tests = [node for node in fault.tests if node not in skipped]
     if not tests:

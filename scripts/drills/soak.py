@@ -12,10 +12,14 @@ machine affect processor time less than wall-clock time. The time after the firs
 is divided into twelve windows. For each quantity, a line is fitted to the medians of the quantity
 in the twelve windows, and the rise of the line is printed with a 95 % confidence interval. Memory
 rises for some hundred updates until the caches of libraries are full. A run should therefore have
-thousands of updates. Exit status 0: each rise of memory, files, threads and processor time of a
-step is at most 1 % of the mean, or the confidence interval of the rise includes 0; the run ended
-with status 3, the status after a deadline, and with a valid checkpoint; no processes and no
-temporary files remain.
+thousands of updates.
+
+Exit status 0: all of these conditions are met.
+
+- For memory, open files, threads, and processor time per step: the rise is at most 1 % of the mean,
+  or the confidence interval of the rise includes 0.
+- The run ended with a valid checkpoint, and with exit status 3, the status after a deadline.
+- No process and no temporary file remains.
 """
 
 from __future__ import annotations
@@ -170,8 +174,8 @@ def _watch(
     """Sample all processes of the run until the run ends. Return the samples of each process, and
     the progress of the run over time.
 
-    A process belongs to the run if it is the command or a child of a process of the run. Sessions
-    do not show which processes belong to the run, because ranks have new sessions.
+    A process belongs to the run if it is the command or a child of a process of the run. Session
+    IDs do not identify the processes of the run, because each rank starts a new session.
     """
     samples: dict[Process, History] = {}
     progress = [Progress(0.0, 0, 0.0)]
@@ -212,8 +216,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def _sample(pid: int, data: Path) -> Sample | None:
-    """Return the resources that a process uses, or None if the process has ended. For each open
-    file of the data set `data`, one descriptor is not counted."""
+    """Return the resources that a process uses, or None if the process has ended. One descriptor of
+    each open shard of the data set `data` is not counted as an open file."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
