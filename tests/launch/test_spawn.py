@@ -177,8 +177,11 @@ def status_of(pid: int, field: str) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if SIGSTOP has stopped the process. A test must wait for this: of two pending
-    signals, the kernel delivers the lower number first, so SIGTERM before SIGSTOP."""
+    """Return True if SIGSTOP has stopped the process.
+
+    A test must wait for the stop before it sends SIGTERM. If both signals are pending, the kernel
+    delivers SIGTERM first, because SIGTERM has the lower number.
+    """
     return status_of(pid, "State") == "T"
 
 

@@ -101,7 +101,7 @@ def test_only_commands_print():
 
 def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkeypatch):
     """The handlers of Python's logging take a lock for each line. The handler of Optimus must take
-    no lock, so a thread logs a line while another thread waits in a write."""
+    no lock: while a thread waits in a write, another thread must be able to log a line."""
     set_up_logging()
     blocked, release = threading.Event(), threading.Event()
     lines: list[str] = []

@@ -30,7 +30,7 @@ _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """Run a case and, on a single process, the same model. Return the comparison of both runs.
+    """Run a case, and run the same model on a single process. Return the comparison of both runs.
 
     `train` are settings of the section `[train]` for the run of the case. They do not apply to the
     run on a single process.

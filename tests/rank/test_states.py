@@ -1,4 +1,5 @@
-"""Tests of the planned bytes of model states: equal to the bytes in training, and to formulas."""
+"""Tests of the planned bytes of model states. These bytes must equal the bytes in training, and the
+results of formulas."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("where", ["long", "short", "documents"])
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
     """For sequences of at least FEW_TOKENS tokens without document ids, oneDNN computes the fp32
-    products of forward and backward, which the setting `fp32_precision` = "bf16" shows. For other
+    products of forward and backward. The setting `fp32_precision` is then "bf16". For other
     sequences, the setting is unchanged."""
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision

@@ -16,8 +16,8 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
 
     Returns:
         For each action: a text with the kind, stage and microbatch of the action; True if
-        `last_backward` gets deferred weight gradients; and True if these contain the gradients of
-        all linear layers of the rank.
+        `last_backward` gets deferred weight gradients; and True if the deferred gradients include
+        the gradients of all linear layers of the rank.
     """
     trace = ActionTrace()
     shard, entered = make_updater(tree, recorder=trace).model, []

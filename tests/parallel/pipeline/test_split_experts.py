@@ -41,8 +41,8 @@ class Seen(NamedTuple):
 
 
 def watch_updates(schedule: str) -> Seen:
-    """Run two optimizer steps with `schedule` on this rank. Return the losses with the gradient
-    norms, the weights, and the numbers of weight-gradient computations."""
+    """Run two optimizer steps with `schedule` on this rank. Return the loss and the gradient
+    norm of each step, the weights, and the numbers of weight-gradient computations."""
     layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
     tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
