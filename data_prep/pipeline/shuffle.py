@@ -143,8 +143,9 @@ def _check_request(
     carry_tails: bool,
     **more: Any,
 ) -> None:
-    """Raise DataError if an attribute of `order` does not have the value in `request`,
-    `carry_tails` or `more`. `more` maps names of further attributes to their expected values."""
+    """Raise DataError if an attribute of `order` does not have its expected value. Expected are the
+    values of `request`, `carry_tails`, and the values of `more`, which maps names of further
+    attributes to values."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
     for key, now in {**values, "instances_per_shard": length}.items():

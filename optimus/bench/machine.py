@@ -231,12 +231,12 @@ def _level_tables(
 ) -> list[dict[str, Any]]:
     """Return the tables `levels` of a machine file, for nodes of `local` ranks."""
     # Rounding to four digits can lower the peak and the seconds of a message by 0.05 % each.
-    above = 1.0011
+    margin = 1.0011
     return [
         {
             "name": name,
             "ranks": local if name == "node" else 0,
-            "peak": figure(above * max(_message_rates(level))),
+            "peak": figure(margin * max(_message_rates(level))),
             "achieved": figure(level.rates["all_reduce"]),
             "latency_s": figure(level.latency_s),
             "operations": {name: figure(level.rates[name]) for name in OPERATIONS[1:]},

@@ -84,8 +84,8 @@ class LayoutMemory:
 
     def activations(self, layout: Layout) -> tuple[int, int]:
         """Return a pair: the bytes of activations of the first and of the last pipeline rank. The
-        placement of the states is decided for these two ranks, and it does not change the bytes of
-        activations."""
+        search places the states of these two ranks only. Their activations do not depend on the
+        placement, so they are known before it."""
         # The first pipeline rank is alone in its group, and so is the last.
         of_groups = self._activations_of(layout)
         return max(of_groups[0]), max(of_groups[-1])

@@ -196,8 +196,8 @@ class UseTracker(Recorder):
 
 
 class StageProfile(NamedTuple):
-    """Uses of the segments of a pipeline stage for one microbatch, in order. The sum of
-    `UseProfile.kept` over all of these uses is 0."""
+    """Uses of the segments of a pipeline stage for one microbatch, in order. Backward frees what
+    forward keeps, so the sum of `UseProfile.kept` over all uses is 0."""
 
     forward: tuple[UseProfile, ...]
     backward: tuple[UseProfile, ...]

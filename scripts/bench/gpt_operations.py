@@ -168,7 +168,7 @@ def gradient_sums(parameters: float, tensors: float, microbatches: int) -> tuple
     """Return the passes that sum gradients over microbatches, for a layer with `parameters`
     parameters in `tensors` tensors. A pass reads a gradient and its sum, and writes the sum. The
     first microbatch of a step needs no passes, because it stores its gradients as the first values
-    of the sums. The result is the mean over the microbatches."""
+    of the sums. The bytes and launches are means over the microbatches."""
     repeated = (microbatches - 1) / microbatches
     bytes_moved = 3 * _BYTES * parameters * repeated
     return (_pass(("sums",), 0.0, bytes_moved, 0.0, tensors * repeated),)

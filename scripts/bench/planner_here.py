@@ -193,7 +193,7 @@ class Ranks:
         arguments = ["--rank-of", case.name, "--clock", clock]
         arguments += ["--memory"] if measures_memory else []
         rendezvous = folder / "rendezvous"
-        rendezvous.unlink(missing_ok=True)  # of the case before
+        rendezvous.unlink(missing_ok=True)  # of the previous case
         self._processes = [
             subprocess.Popen(
                 [sys.executable, __file__, *arguments],
@@ -267,11 +267,15 @@ class Result(NamedTuple):
         return statistics.median(self.plans_s)
 
     @property
-    def error(self) -> float:
-        """Median over the rounds of planned / measured - 1. The measured time of a round is the
-        median of its updates."""
+    def errors(self) -> list[float]:
+        """For each round, planned / measured - 1. The measured time of a round is the median of its
+        updates."""
         pairs = zip(self.plans_s, self.measured, strict=True)
-        return statistics.median(plan / statistics.median(times) - 1 for plan, times in pairs)
+        return [plan / statistics.median(times) - 1 for plan, times in pairs]
+
+    @property
+    def error(self) -> float:
+        return statistics.median(self.errors)
 
     @property
     def memory_error(self) -> float:
@@ -327,7 +331,8 @@ def planned(case: Case, machine: Machine, name: str) -> tuple[float, list[int]]:
 def run(
     cases: Sequence[Case], machine_file: str | None, clock: str, rounds: int
 ) -> tuple[list[Result], Machine]:
-    """Plan and measure all cases. Return a result for each case, and the last machine.
+    """Plan and measure all cases. Return a result for each case, and the machine file of the last
+    round.
 
     Args:
         cases: The cases.
@@ -384,6 +389,8 @@ def verdict(results: Sequence[Result]) -> list[str]:
     ):
         outcome = "met" if value <= limit else "MISSED"
         lines.append(f"- {text}: {value:.1%} (required {limit:.0%}: {outcome}).")
+    worst, name = max((abs(e), result.case.name) for result in results for e in result.errors)
+    lines.append(f"- Largest error of a step time in a single round: {worst:.1%} ({name}).")
     lines.append(
         f"- Spread of {repeated.case.name!r} over the rounds: {repeated.spread:.1%} "
         "(largest less smallest median of a round)."
@@ -441,18 +448,17 @@ def report(
         source = (
             "At the beginning of each round, it measures a machine file with `optimus bench "
             "machine` and plans all layouts with it; no layout of this page was used to set a "
-            "value in a machine file. A planned time is the median over the rounds, and an error "
-            "of a time is the median of the errors of the rounds."
+            "value in a machine file. The planned memory has the last of these files."
         )
     return "\n".join(
         [
             "# Planned and measured steps on a CPU",
             "",
             f"`python scripts/bench/planner_here.py` writes this page. {source}",
-            f"{conditions}; each rank has one thread. Measured times are medians over "
-            f"{counted(len(results[0].measured), 'round')}. A round runs the layouts one "
-            f"after the other, with {UPDATES} updates of each after {WARMUP} for warming up."
-            f"{note} {load}",
+            f"{conditions}; each rank has one thread. Planned and measured times are medians over "
+            f"{counted(len(results[0].measured), 'round')}, and an error of a time is the median "
+            "of the errors of the rounds. A round runs the layouts one after the other, with "
+            f"{UPDATES} updates of each after {WARMUP} for warming up.{note} {load}",
             "",
             *table(head, rows),
             "",

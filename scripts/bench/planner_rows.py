@@ -15,15 +15,18 @@ from optimus.planner.step_time import Overlap, Reduction, Step
 VOCABULARY = 51200
 """Padded vocabulary of the GPT models in Megatron-LM."""
 FUSED_BYTES = 50
-"""Bytes that a rank moves for each parameter after backward, with fused sums of gradients
-(github.com/NVIDIA/Megatron-LM at cfd2e216, bf16): zeros for the fp32 sum (4), division of the sum
-by the number of data ranks (8), norm (4), Adam on fp32 values (28), copy to the parameter (6)."""
+"""Bytes that a rank moves for each parameter outside of the passes of a step, with fused sums of
+gradients (github.com/NVIDIA/Megatron-LM at cfd2e216, bf16): zeros for the fp32 sum (4), division of
+the sum by the number of data ranks (8), norm (4), Adam on fp32 values (28), copy to the parameter
+(6). The scaling of gradients whose norm is above the limit (8) is not included, because the sources
+do not give the norms."""
 SEPARATE_BYTES = 64
-"""Bytes that a rank moves for each parameter after backward, without fused sums of gradients
-(github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): copy of gradients to a buffer, division in the
-buffer, and copy back (12), conversion to fp32 (6), division by the loss scale (8), norm (4), Adam
-on fp32 values (28), copy to the parameter (6). The scaling by a norm above the limit (8) is not
-included, because the sources do not give the norms."""
+"""The same without fused sums of gradients (github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): copy
+of gradients to a buffer, division in the buffer, and copy back (12), conversion to fp32 (6),
+division by the loss scale (8), norm (4), Adam on fp32 values (28), copy to the parameter (6)."""
+TORCH_DDP_BYTES = 60
+"""The same with torch's DistributedDataParallel, which divides gradients while it copies them to
+the buffer."""
 TENSORS = 12
 """Number of parameter tensors in a block: weights and biases of two norms and four layers."""
 
@@ -54,7 +57,8 @@ class Row(NamedTuple):
     (Megatron-LM since February 2022, with bf16). False: separate passes add to sums in fp16."""
     torch_ddp: bool = False
     """True: torch's DistributedDataParallel reduces gradients during the backward of the last
-    microbatch. False: they are reduced after all backward passes."""
+    microbatch. False: Megatron-LM's DistributedDataParallel reduces them after all backward
+    passes."""
 
     @property
     def ranks(self) -> int:
@@ -97,8 +101,14 @@ def gpt_step(row: Row) -> Step:
     ]
     parameters = of_block * row.layers / pp + of_embedding
     gradient = 4 if row.fused_sums else 2
+    separate = TORCH_DDP_BYTES if row.torch_ddp else SEPARATE_BYTES
+    of_parameter = FUSED_BYTES if row.fused_sums else separate
     overlaps: Overlap = "backward" if row.torch_ddp else "nothing"
-    reductions = [Reduction("dp", "all_reduce", gradient * parameters, overlaps)]
+    # The gradient of the embedding is complete only at the end of backward.
+    reductions = [
+        Reduction("dp", "all_reduce", gradient * (parameters - of_embedding), overlaps),
+        Reduction("dp", "all_reduce", gradient * of_embedding),
+    ]
     groups = {
         "tp": [tuple(range(tp))],
         "dp": [tuple(range(0, dp * tp, tp))],
@@ -116,7 +126,7 @@ def gpt_step(row: Row) -> Step:
         transfer_bytes=2 * tokens * row.hidden / tp,
         transfers_block=True,
         reductions=tuple(reductions),
-        update=UpdateBytes((FUSED_BYTES if row.fused_sums else SEPARATE_BYTES) * parameters),
+        update=UpdateBytes(of_parameter * parameters),
     )
 
 
@@ -128,19 +138,18 @@ _TABLE_5 = (
 )
 """arXiv 2205.05198, tables 3 and 5: name, h, layers, heads, tp, pp, batch, microbatch, virtual
 stages, seconds with full recomputation, seconds with sequence parallelism and selective
-recomputation. The paper does not give the dtype; the rows assume bf16, for which Megatron-LM of
-that time fuses the sums of gradients."""
+recomputation."""
 
 
-def table_5(recompute: str) -> list[Row]:
+def table_5(recompute: str, fused_sums: bool = True) -> list[Row]:
     """Return the rows of arXiv 2205.05198, Table 5, for the value "full" or "selective" of
-    `recompute`."""
+    `recompute`. The paper does not give the dtype. With `fused_sums`, the rows have bf16: with its
+    fp32 sums, Megatron-LM of that time fuses the sums of gradients. Otherwise they have fp16."""
     rows = []
     for name, h, layers, heads, tp, pp, batch, micro, v, full, selective in _TABLE_5:
         seconds = full if recompute == "full" else selective
-        rows.append(
-            Row(h, layers, heads, 2048, tp, 1, pp, v, batch, micro, recompute, seconds, name, True)
-        )
+        sizes = h, layers, heads, 2048, tp, 1, pp, v, batch, micro
+        rows.append(Row(*sizes, recompute, seconds, name, fused_sums))
     return rows
 
 

@@ -92,6 +92,9 @@ def test_error_is_the_median_of_the_errors_of_the_rounds():
     result = planner_here.Result(case, [1.0, 2.0, 1.0], [[0.8], [1.6, 1.6, 9.0], [2.0]], 1, 1)
     assert result.error == pytest.approx(0.25)
     assert (result.planned_s, result.step_s) == (1.0, 1.6)
+    assert result.spread == pytest.approx((2.0 - 0.8) / 1.6)
+    lines = planner_here.verdict([result])
+    assert f"- Largest error of a step time in a single round: 50.0% ({case.name})." in lines
 
 
 @pytest.mark.parametrize("machine_file", [None, "given"])

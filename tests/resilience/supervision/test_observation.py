@@ -176,9 +176,9 @@ def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known
 
 @pytest.mark.parametrize(("attempt", "answer"), [(0, End), (1, End), (2, EOFError)])
 def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt, answer):
-    """Node b was suspended while another job began. Attempt 1 has ended, and attempt 2 runs. A
-    second agent of node b gets the message End if it has no ranks of attempt 2. If it has ranks of
-    attempt 2, the supervisor closes the connection without the message End."""
+    """Node b was suspended in attempt 1. Another job began attempt 2, so that node b has two agents
+    when it continues. The second agent to connect gets the message End if it has no ranks of
+    attempt 2. If it has, the supervisor closes the connection without the message End."""
     watcher = supervisor.Supervisor(make_job(tmp_path))
     for number in (1, 2):
         more = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
