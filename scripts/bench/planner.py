@@ -172,8 +172,7 @@ def split_single_node(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def fit_a100(rates: Rates, single_node: Sequence[Row], fused_sums: bool = True) -> Rates:
-    """Return the rates with fitted constants. The rows of arXiv 2205.05198, Table 5, have bf16 with
-    `fused_sums`, and fp16 without.
+    """Return the rates with fitted constants. `fused_sums` is as for `table_5`.
 
     There are eight rounds. Each round first fits ON_SINGLE_NODE on the one-node rows, and then fits
     ON_TABLE_5 on the rows of arXiv 2205.05198, Table 5. `half_size` affects both sets of rows. If a
@@ -332,15 +331,20 @@ def single_node_warning(rows: Sequence[Row]) -> str:
     )
 
 
+def flops_error(row: Row, rates: Rates) -> float:
+    """Return the relative error of the predicted FLOP/s of a row."""
+    return row.seconds / predict(row, rates) - 1
+
+
 def table_1_errors(rates: Rates) -> list[float]:
-    """Return the relative error of the predicted TFLOP/s for each row of Table 1."""
-    return [row.seconds / predict(row, rates) - 1 for row, _ in table_1()]
+    """Return the relative error of the predicted FLOP/s for each row of Table 1."""
+    return [flops_error(row, rates) for row, _ in table_1()]
 
 
 def report_table_1(rates: Rates) -> list[str]:
     rows, errors = [], table_1_errors(rates)
     last, _ = table_1()[-1]
-    interleaved = last.seconds / predict(last._replace(virtual_stages=2), rates) - 1
+    interleaved = flops_error(last._replace(virtual_stages=2), rates)
     for (row, flops), error in zip(table_1(), errors, strict=True):
         published = flops / row.seconds / 1e12
         sizes = f"{row.ranks}", f"{row.microbatch}", f"{row.virtual_stages}"
@@ -352,16 +356,18 @@ def report_table_1(rates: Rates) -> list[str]:
         "The paper gives neither the size of a microbatch nor the number v of virtual stages. Both "
         "are in the authors' script for this table (github.com/NVIDIA/Megatron-LM "
         "examples/sc21/run_table_1.sh at de7dc40f, of August 2021). By section 5.1 of the paper, "
-        "all runs with a pipeline have the interleaved schedule. The script runs the 39.1B and "
-        "1008.0B models without it (v = 1); for two pipeline stages, Megatron-LM of that time "
+        "all runs with a pipeline have the interleaved schedule. By the script, the 39.1B and "
+        "1008.0B models do not have it (v = 1); with two pipeline stages, Megatron-LM of that time "
         f"refuses it. With v = 2, the error of the {last.name} model is {interleaved:+.1%}. A "
-        "transfer sends 1/tp of the activation (section 4.1). In fp16, and before February 2022 in "
-        "all dtypes, Megatron-LM adds the gradients of each microbatch to their sums in separate "
-        "passes. Runs without a pipeline use torch's DistributedDataParallel, whose reductions "
-        "overlap with backward. No constant was fitted on these rows. However, the layouts of the "
-        "script, the sums, the bytes outside of the passes, the reduction of the shared embedding "
-        "and the overlap were added to the model after a comparison with these rows, in which the "
-        "worst error was 13.1 %.",
+        "transfer sends 1/tp of the activation (section 4.1). Megatron-LM of August 2021 "
+        "(de7dc40f) adds the gradients of each microbatch to their sums in separate kernels. Runs "
+        "without a pipeline use torch's DistributedDataParallel, whose reductions overlap with "
+        "backward.",
+        "",
+        "No constant was fitted on these rows. However, an earlier version of this page had a "
+        "worst error of 13.1 % for them. After it, the model received the layouts of the script, "
+        "the sums of gradients, the bytes that are moved outside of forward and backward, the "
+        "reduction of the shared embedding, and the overlap.",
         "",
         *table(
             ("model", "GPUs", "microbatch", "v", "published TFLOP/s", "predicted", "error"), rows
@@ -493,17 +499,21 @@ def report_constants(rates: Rates) -> list[str]:
 
 
 def report_other_sums(rates: Rates, single_node: Sequence[Row], many: Sequence[Row]) -> list[str]:
-    """Return a paragraph with the errors if the rows of Table 5 of arXiv 2205.05198 have fp16."""
+    """Return a paragraph with the errors if the rows of arXiv 2205.05198, Table 5, have separate
+    sums of gradients."""
     other = fit_a100(rates, split_single_node(single_node)[0], fused_sums=False)
     selective = errors_of(table_5("selective", fused_sums=False), other)
     efficiency = ON_TABLE_5[0]
     limit = " (at the limit)" if at_limit(efficiency, other) else ""
     return [
-        "Table 5 does not give the dtype. The constants assume bf16: with it, Megatron-LM of that "
-        "time (cfd2e216) fuses the sums of gradients with the products for their gradients, but "
-        "not with fp16 (megatron/arguments.py). The tables below depend on this assumption. A fit "
-        f"with fp16 instead gives an `efficiency` of {efficiency.get(other):.4g}{limit} and these "
-        "errors:",
+        "Table 5 gives neither the dtype nor the options of Megatron-LM. The constants assume that "
+        "the products for the gradients of weights also add them to their sums. Megatron-LM of "
+        "that time (cfd2e216, megatron/arguments.py) does this if the sums are in fp32: always "
+        "with bf16, and with fp16 only with `--accumulate-allreduce-grads-in-fp32`. Its example "
+        "for 175B (examples/pretrain_gpt3_175B.sh) has fp16 without this option. The verdicts "
+        "below depend on the assumption. A fit with separate sums in fp16 instead gives an "
+        f"`efficiency` of {efficiency.get(other):.4g}{limit}, {_product_ratio(other):.3f} times "
+        "the measured rates of products, and these errors:",
         "",
         "- Table 5, selective rows: " + verdict(selective, Bar(0.05, worst=0.08)),
         "- vTrain, 64 to 512 GPUs: "

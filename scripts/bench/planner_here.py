@@ -448,16 +448,18 @@ def report(
         source = (
             "At the beginning of each round, it measures a machine file with `optimus bench "
             "machine` and plans all layouts with it; no layout of this page was used to set a "
-            "value in a machine file. The planned memory has the last of these files."
+            "value in a machine file. Memory is planned with the last file."
         )
     return "\n".join(
         [
             "# Planned and measured steps on a CPU",
             "",
             f"`python scripts/bench/planner_here.py` writes this page. {source}",
-            f"{conditions}; each rank has one thread. Planned and measured times are medians over "
-            f"{counted(len(results[0].measured), 'round')}, and an error of a time is the median "
-            "of the errors of the rounds. A round runs the layouts one after the other, with "
+            f"{conditions}; each rank has one thread. A planned time is the median over "
+            f"{counted(len(results[0].measured), 'round')}, a measured time the median over all "
+            "updates, and an error of a time the median of the errors of the rounds. The error of "
+            "a round compares the planned time with the median of the updates of the round. A "
+            "round runs the layouts one after the other, with "
             f"{UPDATES} updates of each after {WARMUP} for warming up.{note} {load}",
             "",
             *table(head, rows),

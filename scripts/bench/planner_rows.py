@@ -15,18 +15,20 @@ from optimus.planner.step_time import Overlap, Reduction, Step
 VOCABULARY = 51200
 """Padded vocabulary of the GPT models in Megatron-LM."""
 FUSED_BYTES = 50
-"""Bytes that a rank moves for each parameter outside of the passes of a step, with fused sums of
+"""Bytes that a rank moves for each parameter outside of forward and backward, with fused sums of
 gradients (github.com/NVIDIA/Megatron-LM at cfd2e216, bf16): zeros for the fp32 sum (4), division of
 the sum by the number of data ranks (8), norm (4), Adam on fp32 values (28), copy to the parameter
 (6). The scaling of gradients whose norm is above the limit (8) is not included, because the sources
 do not give the norms."""
 SEPARATE_BYTES = 64
-"""The same without fused sums of gradients (github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): copy
-of gradients to a buffer, division in the buffer, and copy back (12), conversion to fp32 (6),
-division by the loss scale (8), norm (4), Adam on fp32 values (28), copy to the parameter (6)."""
+"""Bytes that a rank moves for each parameter outside of forward and backward, without fused sums of
+gradients (github.com/NVIDIA/Megatron-LM at de7dc40f, fp16): copy of gradients to a buffer, division
+in the buffer, and copy back (12), conversion to fp32 (6), division by the loss scale (8), norm (4),
+Adam on fp32 values (28), copy to the parameter (6). At cfd2e216, there are 58 bytes and 6 more for
+the first microbatch, together the same number."""
 TORCH_DDP_BYTES = 60
-"""The same with torch's DistributedDataParallel, which divides gradients while it copies them to
-the buffer."""
+"""SEPARATE_BYTES with torch's DistributedDataParallel, which divides gradients while it copies them
+to the buffer."""
 TENSORS = 12
 """Number of parameter tensors in a block: weights and biases of two norms and four layers."""
 
@@ -143,8 +145,8 @@ recomputation."""
 
 def table_5(recompute: str, fused_sums: bool = True) -> list[Row]:
     """Return the rows of arXiv 2205.05198, Table 5, for the value "full" or "selective" of
-    `recompute`. The paper does not give the dtype. With `fused_sums`, the rows have bf16: with its
-    fp32 sums, Megatron-LM of that time fuses the sums of gradients. Otherwise they have fp16."""
+    `recompute`. The paper does not say if the sums of gradients were fused with the products for
+    the gradients (`fused_sums`)."""
     rows = []
     for name, h, layers, heads, tp, pp, batch, micro, v, full, selective in _TABLE_5:
         seconds = full if recompute == "full" else selective
