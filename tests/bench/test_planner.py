@@ -106,15 +106,15 @@ def test_other_fit_has_separate_sums_in_all_rows_of_table_5(monkeypatch):
 def test_rounds_of_the_fit_halve_the_change_of_half_size(monkeypatch):
     """Each fit finds 200, and the fit starts at 50. After a round, `half_size` is the geometric
     mean of both, 100; after the second round sqrt(100 * 200)."""
-    half_size, found = planner.ON_SINGLE_NODE[1], []
+    half_size, before = planner.ON_SINGLE_NODE[1], []
 
     def fit(rates, constants, rows):
-        found.append(half_size.get(rates))
+        before.append(half_size.get(rates))
         return half_size.put(rates, 200.0) if half_size in constants else rates
 
     monkeypatch.setattr(planner, "fit", fit)
     planner.fit_a100(a100(), [])
-    assert found[:4] == pytest.approx([50, 100, 100, 141.4], rel=1e-3)
+    assert before[:4] == pytest.approx([50, 100, 100, 141.4], rel=1e-3)
 
 
 def test_separate_sums_read_and_write_each_gradient():
