@@ -59,11 +59,13 @@ class UpdateBytes(NamedTuple):
     """Bytes of gradients and parameters that a rank frees within a step and therefore allocates
     again in each step."""
 
-    def share(self, updated: float, repeats: float) -> UpdateBytes:
+    def share(self, updated: float, on_device: float, on_host: float) -> UpdateBytes:
         """Return the bytes that the device of a rank transfers if it updates only the share
         `updated` (0 to 1) of the rank's states. The host updates the other states and computes the
         norm of their gradients. The device still checks all gradients and sets them to zero. If
-        `updated` is less than 1, the bytes of these two operations are multiplied by `repeats`."""
+        `updated` is less than 1, the bytes of these two operations are multiplied by `on_device`
+        for gradients whose states are on the device, and by `on_host` for the other gradients."""
+        repeats = updated * on_device + (1 - updated) * on_host
         return self._replace(
             optimizer=updated * self.optimizer,
             norm=updated * self.norm,

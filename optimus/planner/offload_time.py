@@ -262,9 +262,12 @@ def time_offloaded(
         missing.append("host_memory_bytes")
     # All ranks have the same schedule.
     first = max(configs, key=lambda each: each.offload.host_share)
+    rounds = first.offload.rounds_gradients(first.train)
     plain = first.model_copy(
         update={
-            "offload": OffloadConfig(order=first.offload.order),
+            "offload": OffloadConfig(
+                order=first.offload.order, grad_dtype="bf16" if rounds else "fp32"
+            ),
             "optim": first.optim.model_copy(update={"cache_chunks": 0}),
         }
     )
@@ -283,7 +286,7 @@ def time_offloaded(
         virtual_stages=schedule.virtual_stages,
         reductions=max((rank.reductions for rank in ranks), key=times.total_s),
         update=max(
-            (step.update.share(rank.updated_share, repeats) for rank in ranks), key=rates.update_s
+            (step.update.share(rank.updated_share, *repeats) for rank in ranks), key=rates.update_s
         ),
     )
     rates = replace(rates, runs_ahead=False)

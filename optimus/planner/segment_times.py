@@ -120,7 +120,7 @@ class SegmentTimes:
         for count, seconds in zip((0, *elements), (0.0, *gathers), strict=True):
             gathered_s += seconds if count else 0.0  # frozen chunks do not change
             updated += count
-            update_s = self._rates.update_s(update.share(updated / all_updated, repeats))
+            update_s = self._rates.update_s(update.share(updated / all_updated, *repeats))
             hidden_s = forward_s + all_gathers_s - gathered_s if overlaps else 0.0
             by_number.append(gradients_s + update_s + max(0.0, gathered_s - hidden_s))
         return by_number[::-1]

@@ -87,6 +87,7 @@ class StateTraffic:
         self._tie_embeddings = config.model.tie_embeddings
         self._vocab_size, self._hidden_size = config.model.vocab_size, config.model.hidden_size
         self._overlaps, self._deterministic = optim.overlap, train.deterministic
+        self._rounds_each = self._sizes.rounds and config.offload.order != "layer"
         self._slots, self._width = optim.cache_chunks, BYTES[train.dtype]
         self._is_limited = optim.resident == "cache" and optim.cache_chunks > 0
         self._reduced = BYTES[optim.grad_reduce_dtype]
@@ -133,7 +134,7 @@ class StateTraffic:
         collectives, for one microbatch."""
         classes = self._sizes.chunk_lengths(mesh, stages, Coordinate(pp, 0, 0, 0))
         trained = [each for each in classes if not each[0].options.frozen]
-        is_each = self._sizes.divides_gradients
+        is_each = self._sizes.divides_gradients or self._rounds_each
         if self._deterministic:
             is_each = is_each or any(key.groups.reduce for key, _ in trained)
         totals: _Totals = {}

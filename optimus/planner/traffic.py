@@ -234,7 +234,8 @@ def _state_bytes(config: Config, mesh: Mesh) -> dict[str, list[float]]:
     than an all-reduce.
     """
     optim, train = config.optim, config.train
-    is_each = optim.resident != "all" or train.deterministic
+    is_rounded = config.offload.rounds_gradients(train)
+    is_each = optim.resident != "all" or train.deterministic or is_rounded
     if config.offload.mode != "off" or (is_each and not train.seq_len):
         return {}
     microbatches = 1

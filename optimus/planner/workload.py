@@ -305,7 +305,7 @@ def update_bytes(config: Config, mesh: Mesh, weights: Weights, microbatches: int
     optim, param_bytes = config.optim, BYTES[config.train.dtype]
     grad_bytes, reduced_bytes = BYTES[optim.grad_dtype], BYTES[optim.grad_reduce_dtype]
     updated, of_rank = updated_parameters(optim.sharding, mesh, weights), sum(weights)
-    passes, new = _gradient_passes(mesh, microbatches, _reduces_each(config, mesh)), 0
+    passes, new = _gradient_passes(config, mesh, microbatches, _reduces_each(config, mesh)), 0
     if _frees_gradients(config, mesh):
         # Gradients once for each reduction, and parameters once in a step
         reductions = microbatches if _reduces_each(config, mesh) else 1
@@ -332,24 +332,27 @@ def _reduces_each(config: Config, mesh: Mesh) -> bool:
 
 
 def _gradient_passes(
-    mesh: Mesh, microbatches: int, reduces_each: bool, offloads: bool = False
+    config: Config, mesh: Mesh, microbatches: int, reduces_each: bool, on_host: bool = False
 ) -> int:
     """Return the number of passes over the gradients in a step. Before each reduction, a pass
-    checks the gradients. Other passes set gradients to zero. A single data rank without offloading
-    adds up the gradients of all microbatches in the same buffers, so that it sets them to zero only
-    once."""
+    checks the gradients. Other passes set gradients to zero. A single data rank adds up the
+    gradients of all microbatches in the same buffers, so that it sets them to zero only once. This
+    does not apply to gradients that are rounded, or whose states are `on_host`."""
     reductions = microbatches if reduces_each else 1
-    is_shared = offloads or mesh.num_data_ranks > 1
-    return reductions + (reductions if is_shared else 1)
+    is_rounded = config.offload.rounds_gradients(config.train)
+    sums_elsewhere = on_host or is_rounded or mesh.num_data_ranks > 1
+    return reductions + (reductions if sums_elsewhere else 1)
 
 
-def offloaded_repeats(config: Config, mesh: Mesh, microbatches: int) -> float:
-    """Return the value of `repeats` for `UpdateBytes.share`. Gradients are reduced in each
-    microbatch, unless all microbatches pass a layer before the next layer starts."""
+def offloaded_repeats(config: Config, mesh: Mesh, microbatches: int) -> tuple[float, float]:
+    """Return the values of `on_device` and `on_host` for `UpdateBytes.share`. Gradients are reduced
+    in each microbatch, unless all microbatches pass a layer before the next layer starts."""
     plain = _reduces_each(config, mesh)
     each = plain or config.offload.order != "layer"
-    passes = _gradient_passes(mesh, microbatches, each, offloads=True)
-    return passes / _gradient_passes(mesh, microbatches, plain)
+    before = _gradient_passes(config, mesh, microbatches, plain)
+    on_device = _gradient_passes(config, mesh, microbatches, each)
+    on_host = _gradient_passes(config, mesh, microbatches, each, on_host=True)
+    return on_device / before, on_host / before
 
 
 def _refuse_not_modelled(config: Config) -> None:

@@ -324,8 +324,8 @@ def test_passes_over_gradients_have_another_rate_than_the_optimizer():
     assert rates.update_s(UpdateBytes(optimizer=8e9, norm=1e9, gradients=3e9)) == 2 + 4
     assert dataclasses.replace(rates, gradients=None).update_s(UpdateBytes(8e9, 1e9, 3e9)) == 3
     # With states on the host, all gradients are checked and cleared three times as often here.
-    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(0.5, 3) == UpdateBytes(4.0, 2.0, 18.0, 2.0)
-    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(1.0, 3) == UpdateBytes(8.0, 4.0, 6.0, 2.0)
+    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(0.5, 2, 4) == UpdateBytes(4.0, 2.0, 18.0, 2.0)
+    assert UpdateBytes(8.0, 4.0, 6.0, 2.0).share(1.0, 2, 4) == UpdateBytes(8.0, 4.0, 6.0, 2.0)
 
 
 def test_new_memory_of_freed_gradients_and_parameters_takes_time():

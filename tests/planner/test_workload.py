@@ -125,6 +125,7 @@ def test_reductions_are_those_of_the_engine():
     resident = "optim.resident=parameters"
     each = both("reduce_scatter", "nothing", 8 * 4)
     assert reductions("optim.sharding=epso", resident) == each | gathers
+    assert reductions("optim.sharding=epso", "offload.grad_dtype=bf16") == each | gathers
     ordered = both("all_to_all", "nothing", 8 * 4)
     assert reductions("optim.sharding=epso", "train.deterministic=true") == ordered | gathers
 
@@ -181,11 +182,13 @@ def checked_and_cleared(tree: dict) -> tuple[float, float]:
     with counted:
         updater.run(2, batch)
     states.wait()
-    off = config.model_copy(update={"offload": OffloadConfig(order=config.offload.order)})
+    rounds = "bf16" if config.offload.rounds_gradients(config.train) else "fp32"
+    offload = OffloadConfig(order=config.offload.order, grad_dtype=rounds)
+    off = config.model_copy(update={"offload": offload})
     update = step_of(off, groups.mesh).update
     share = 1 - config.offload.host_share
     repeats = offloaded_repeats(off, groups.mesh, plan.microbatches_per_rank)
-    return update.share(share, repeats).gradients, counted.total
+    return update.share(share, *repeats).gradients, counted.total
 
 
 OFFLOADED = {"offload__mode": "manual", "offload__host_share": 1.0}
@@ -201,6 +204,7 @@ EXACT = {"train__deterministic": True}
         pytest.param(1, OFFLOADED | {"offload__order": "layer"}, id="by-layer"),
         pytest.param(1, EXACT, id="exact"),
         pytest.param(1, HALF | {"train__dtype": "bf16"}, id="half"),
+        pytest.param(1, HALF, id="half-in-fp32"),
         pytest.param(2, HALF | {"optim__sharding": "so"}, id="half-of-two"),
         pytest.param(2, {"optim__sharding": "so", "optim__resident": "parameters"}, id="freed"),
         pytest.param(2, {"optim__sharding": "so", "optim__resident": "cache"}, id="cache"),
