@@ -126,9 +126,9 @@ class Network:
         )
 
     def sends(self, size_bytes: float) -> dict[tuple[int, bool], Transfer]:
-        """Return the transfers between pipeline ranks, in the slowest pipeline. A key is a pair:
-        the index of the sending rank, and True if it sends to the next rank or False if it sends to
-        the previous rank."""
+        """Return the transfers between the ranks of the slowest pipeline. A key is a pair (index of
+        the sending rank, direction). The direction is True for a transfer to the next rank, and
+        False for a transfer to the previous rank."""
         p, transfers = len(self._pipelines[0]), dict[tuple[int, bool], Transfer]()
         for index in range(p):
             for is_next, neighbour in ((True, (index + 1) % p), (False, index - 1)):

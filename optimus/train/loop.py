@@ -135,7 +135,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     phase: Phase = "meeting"
     try:
         world = start_world(launch, config.parallel.timeout_s, config.train.device, failure)
-        assert inputs is not None, "start_world has raised the error of read_inputs"
+        assert inputs is not None, "if read_inputs fails, start_world raises its error"
         plan = RunPlan(*inputs, *broadcast_object(start, world.everyone, ResolvedStart))
         path = directory.workspace.path if directory is not None else None
         workspace = Workspace(broadcast_object(path, world.everyone, Path))

@@ -138,8 +138,8 @@ def write_machine(folder: Path, memory: int) -> Path:
 
 
 def test_plan_that_does_not_fit_names_the_nearest_layouts_that_do(tmp_path, capsys):
-    """Each layout that the error proposes fits according to a separate plan. If a change of one
-    setting is enough, each proposed layout differs from the refused layout in only one setting."""
+    """The error proposes layouts. By a separate plan, each of them fits. If a change of one setting
+    is enough, each proposed layout differs from the refused layout in only one setting."""
     machine = write_machine(tmp_path, 750_000)
     config = tmp_path / "c.toml"
     config.write_text(dump_toml(tiny(optim__chunk_length=5000, train__deterministic=False)))

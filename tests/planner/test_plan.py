@@ -123,8 +123,8 @@ def test_states_larger_than_the_device_are_refused(capsys):
 
 
 def host_memory_of_rank(name):
-    """Return the limit of host memory in bytes for the states of a rank on the machine `name`: the
-    rank's share of the host memory, without 2 GiB and without 5 % of the share."""
+    """Return the limit of host memory in bytes for the states of a rank on the machine `name`: 95 %
+    of the rank's share of the host memory, minus 2 GiB."""
     machine = load_machine(name)
     assert machine.host_memory_bytes is not None
     share = int(machine.host_memory_bytes.value) // machine.ranks_per_node

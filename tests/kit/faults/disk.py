@@ -112,7 +112,7 @@ class Action(IntEnum):
 
 
 class Breakage(NamedTuple):
-    """An action on some file calls of a rank: the calls with the numbers `first` to `last`."""
+    """Fault in the file calls of a rank that have the numbers `first` to `last`."""
 
     rank: int
     action: Action
