@@ -7,6 +7,7 @@ import copy
 import itertools
 import operator
 import random
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import optimus
 from optimus.chunks.buffers import ShardBuffers
 from optimus.chunks.memory import Tier
+from optimus.chunks.optimizer import UpdateQueue
 from optimus.config.machine import Links
 from optimus.errors import NonFiniteError
 from optimus.offloading.optimizer import Hyperparameters
@@ -546,6 +548,23 @@ def test_resume_continues_with_equal_bits(tmp_path, dtype, share):
             again.load_state_dict(loaded["model"])
         assert train(again, optimizer2, (1, 2), first=2) == expected
         assert_equal(weights(again), weights(model))
+
+
+def test_state_dict_waits_for_updates(monkeypatch):
+    """The updates of the chunks on the host begin late. The weights that `state_dict` returns
+    directly after a step must be those after the updates."""
+    submit = UpdateQueue._submit
+
+    def submit_late(queue, job, size):
+        return submit(queue, lambda: (time.sleep(0.05), job())[1], size)
+
+    model = models.llama()
+    optimizer = optimus.offload(model, host_share=1.0, **OPTIONS)
+    monkeypatch.setattr(UpdateQueue, "_submit", submit_late)
+    train(model, optimizer, (2, 3))
+    saved = weights(model)
+    optimizer.state_dict()  # waits for the updates
+    assert_equal(saved, weights(model))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
