@@ -90,8 +90,7 @@ class OffloadedModel(NotCopied):
         self._is_updated = False
         """True from an update until the gradients are cleared."""
         self._tasks: list[int] = []
-        """Autograd's ids of the backward passes in progress. With reentrant activation
-        checkpoints, a backward pass runs within another pass."""
+        """Autograd's ids of the backward passes in progress, which can be nested."""
         self._is_complete = True
         """False from the start of a backward until the backward is complete. After a backward that
         fails, it stays False."""

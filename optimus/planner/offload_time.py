@@ -27,7 +27,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from optimus.chunks.placement import Workload
 from optimus.chunks.residency import Pass, use_order
@@ -227,6 +227,19 @@ def _limits(config: Config, machine: Machine, links: Links) -> RankLimits:
     return limits_of(config, links, device, host, _UNKNOWN)
 
 
+def _without_offloading(config: Config) -> Config:
+    """Return the run with all states on the device, and with the same order and rounding of
+    gradients."""
+    rounds = config.offload.rounds_gradients(config.train)
+    grad_dtype: Literal["bf16", "fp32"] = "bf16" if rounds else "fp32"
+    return config.model_copy(
+        update={
+            "offload": OffloadConfig(order=config.offload.order, grad_dtype=grad_dtype),
+            "optim": config.optim.model_copy(update={"cache_chunks": 0}),
+        }
+    )
+
+
 def time_offloaded(
     config: Config,
     mesh: Mesh,
@@ -262,15 +275,7 @@ def time_offloaded(
         missing.append("host_memory_bytes")
     # All ranks have the same schedule.
     first = max(configs, key=lambda each: each.offload.host_share)
-    rounds = first.offload.rounds_gradients(first.train)
-    plain = first.model_copy(
-        update={
-            "offload": OffloadConfig(
-                order=first.offload.order, grad_dtype="bf16" if rounds else "fp32"
-            ),
-            "optim": first.optim.model_copy(update={"cache_chunks": 0}),
-        }
-    )
+    plain = _without_offloading(first)
     on_cpu = not rates.launches_queue
     step = step_of(plain, mesh, None, on_cpu, works, imbalances, topology=topology)
     schedule = schedule_of(first, mesh, step.microbatches)

@@ -12,12 +12,12 @@ from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.config.sizes import parse_bytes
 from optimus.data.batch import plan_batch
-from optimus.distributed.mesh import make_mesh
+from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.errors import DoesNotFit, counted
 from optimus.launch.imports import without_collections
 from optimus.model.flops import count_parameters, flops_per_token
 from optimus.planner.allocation import Allocation
-from optimus.planner.expert_loads import loads_for_plan
+from optimus.planner.expert_loads import RunLoads, loads_for_plan
 from optimus.planner.states import plan_ranks
 from optimus.planner.topology import ALGORITHMS
 from optimus.planner.traffic import better_order, plan_topology, topology_of
@@ -93,19 +93,29 @@ def plan(
         "ranks": ranks,
     }
     if allocation is not None:
-        result["machine"] = allocation.machine
-        result["ranks_per_node"] = allocation.ranks_per_node
-        result["nodes"] = allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node)
-        topology = topology_of(allocation)
-        better = better_order(config, mesh, allocation, topology)
-        result["topology"] = plan_topology(config, mesh, allocation, topology, better)
-        if train.seq_len:
-            with without_collections():
-                from optimus.planner.machine_plan import plan_on_machine  # imports torch
-
-                orders = topology, None if better is None else better[1]
-                result |= plan_on_machine(config, mesh, allocation.machine, loads, *orders)
+        result |= _plan_on_nodes(config, mesh, allocation, loads)
     return result | _flops(config)
+
+
+def _plan_on_nodes(
+    config: Config, mesh: Mesh, allocation: Allocation, loads: RunLoads | None
+) -> dict[str, Any]:
+    """Return the values of a plan that need the nodes of the run."""
+    topology = topology_of(allocation)
+    better = better_order(config, mesh, allocation, topology)
+    result: dict[str, Any] = {
+        "machine": allocation.machine,
+        "ranks_per_node": allocation.ranks_per_node,
+        "nodes": allocation.nodes or -(-mesh.world_size // allocation.ranks_per_node),
+        "topology": plan_topology(config, mesh, allocation, topology, better),
+    }
+    if config.train.seq_len:
+        with without_collections():
+            from optimus.planner.machine_plan import plan_on_machine  # imports torch
+
+            orders = topology, None if better is None else better[1]
+            result |= plan_on_machine(config, mesh, allocation.machine, loads, *orders)
+    return result
 
 
 def _flops(config: Config) -> dict[str, Any]:
